@@ -119,6 +119,7 @@ export function App() {
     help: () => setDialog("help"),
   });
 
+  const noise = model?.diffusion.noise ?? "masked";
   const chatless = setup.mode === "chat" && model !== null && !model.diffusion.chat;
   const tokens =
     setup.mode === "infill"
@@ -175,11 +176,11 @@ export function App() {
           {runs.length ? (
             <Results runs={runs} player={player} length={length} colour={colour} onColour={setColour} />
           ) : (
-            <EmptyStage tokens={tokens || 24} />
+            <EmptyStage tokens={tokens || 24} noise={noise} />
           )}
           {setup.mode === "chat" ? composer : null}
         </main>
-        <SettingsPanel setup={setup} onChange={setSetup} />
+        <SettingsPanel setup={setup} noise={noise} onChange={setSetup} />
       </div>
       <p class="visually-hidden" role="status">
         {news}

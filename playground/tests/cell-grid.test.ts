@@ -99,6 +99,29 @@ describe("CellGrid", () => {
     expect(root.children[1]?.getAttribute("aria-hidden")).toBeNull();
   });
 
+  it("shows a token that changes, and one that is predicted again as it was", () => {
+    const predicted = (step: number, texts: string, committed: number) => ({
+      step,
+      revealed: [...texts].map((text, position) => ({ position, token: 0, text, probability: step / 4 })),
+      hidden: [],
+      committed,
+    });
+    const frames = [predicted(1, "ab", 0), predicted(2, "ac", 0), predicted(3, "xc", 2)];
+    grid.load(Recording.of([null, null], frames, true));
+    const seen = [1, 2, 3].map((at) => {
+      grid.show(at);
+      return [...root.children].map((cell) => `${cell.className} ${cell.textContent}`);
+    });
+    expect(seen).toEqual([
+      ["cell draft fresh a", "cell draft fresh b"],
+      ["cell draft a", "cell draft fresh c"],
+      ["cell settled fresh x", "cell settled c"],
+    ]);
+    const styles = [...root.children].map((cell) => (cell as HTMLElement).style);
+    expect(styles.map((style) => style.getPropertyValue("--doubt"))).toEqual(["35%", "35%"]);
+    expect(styles.map((style) => style.getPropertyValue("--appear"))).toEqual(["appear", "appear-again"]);
+  });
+
   it("marks nothing as a draft where no revealed token is hidden again", () => {
     grid.load(Recording.of(["given", null, null], twoFrames));
     for (const at of [1, 2]) {

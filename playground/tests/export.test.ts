@@ -46,7 +46,7 @@ describe("toSvg", () => {
 });
 
 it("exports what replays to the text", () => {
-  const run = new Run("m", DECODING, { seed: 1 });
+  const run = new Run("m", DECODING, { seed: 1 }, "masked");
   const frame = {
     step: 1,
     revealed: [{ position: 0, token: 4, text: "a", probability: 0.5 }],

@@ -26,7 +26,21 @@ describe("Recording", () => {
     const recording = Recording.of([null, null], [shows(1, [0, "a"], [1, "b"]), again]);
     expect(texts(recording, 2)).toEqual([null, "y"]);
     expect(recording.changes[1]).toHaveLength(3);
-    expect(recording.widest).toBe(2);
+    expect(recording.written).toEqual([2, 1]);
+  });
+
+  it("knows which tokens a frame writes, and not only predicts again", () => {
+    const again: Frame = { ...shows(2, [0, "a"], [1, "c"]), committed: 2 };
+    again.revealed.forEach((each) => {
+      each.probability = 0.9;
+    });
+    const recording = Recording.of([null, null], [shows(1, [0, "a"], [1, "b"]), again], true);
+    expect(recording.cells(2).map(({ text, frame, probability }) => [text, frame, probability])).toEqual([
+      ["a", 1, 0.9],
+      ["c", 2, 0.9],
+    ]);
+    expect(recording.written).toEqual([2, 1]);
+    expect([1, 2].map((at) => recording.settled(at))).toEqual([0, 2]);
   });
 
   it("says which revealed tokens stay: all, where none is hidden again", () => {

@@ -47,7 +47,7 @@ describe("requests", () => {
   });
 
   it("sends one rule, and no order with a threshold", () => {
-    const fields = (decoding: object) => diffusionFields({ ...A, ...decoding }, SETUP.shared);
+    const fields = (decoding: object) => diffusionFields({ ...A, ...decoding }, SETUP.shared, "masked");
     expect(fields({})).toEqual({ stream: "frames", remasking: "low_confidence" });
     expect(fields({ rule: "steps", remasking: "margin" })).toEqual({
       stream: "frames",
@@ -63,25 +63,45 @@ describe("requests", () => {
   });
 
   it("sends how revealed tokens are hidden again, but not with a threshold", () => {
-    const fields = (decoding: object) => diffusionFields({ ...A, fraction: 0.3, ...decoding }, SETUP.shared);
+    const fields = (decoding: object) => diffusionFields({ ...A, fraction: 0.3, ...decoding }, SETUP.shared, "masked");
     const plain = { stream: "frames", remasking: "low_confidence" };
     expect(fields({ again: "remask" })).toEqual({ ...plain, remask_fraction: 0.3 });
     expect(fields({ again: "revise" })).toEqual({ ...plain, revise: { eta: 0.3 } });
     expect(fields({ again: "remask", rule: "threshold" })).toEqual({ stream: "frames", threshold: 0.9 });
     const decodings = [A, { ...A, again: "remask" }, { ...B, again: "remask" }] as const;
-    expect(decodings.map(revises)).toEqual([false, true, false]);
+    expect(decodings.map((each) => revises(each, "masked"))).toEqual([false, true, false]);
   });
 
   it("sends constraints, and refuses a schema that is not JSON", () => {
     const shared = { ...SETUP.shared, regex: "a+", schema: '{"type": "object"}' };
-    expect(diffusionFields(A, shared).constraint).toBeUndefined();
-    expect(diffusionFields(A, shared).top_forbidden).toBeUndefined();
-    const fields = diffusionFields(A, { ...shared, constraint: "regex" });
+    expect(diffusionFields(A, shared, "masked").constraint).toBeUndefined();
+    expect(diffusionFields(A, shared, "masked").top_forbidden).toBeUndefined();
+    const fields = diffusionFields(A, { ...shared, constraint: "regex" }, "masked");
     expect([fields.constraint, fields.top_forbidden]).toEqual([{ regex: "a+" }, 5]);
-    expect(diffusionFields(A, { ...shared, constraint: "json_schema" }).constraint).toEqual({
+    expect(diffusionFields(A, { ...shared, constraint: "json_schema" }, "masked").constraint).toEqual({
       json_schema: { type: "object" },
     });
-    expect(() => diffusionFields(A, { ...shared, constraint: "json_schema", schema: "{" })).toThrow(SettingError);
+    expect(() => diffusionFields(A, { ...shared, constraint: "json_schema", schema: "{" }, "masked")).toThrow(
+      SettingError,
+    );
+  });
+
+  it("sends the settings of a canvas of random tokens", () => {
+    const model = { id: "m", diffusion: { ...MODEL.diffusion, noise: "uniform" } } as Model;
+    const setup = { ...SETUP, prompt: "Once", decodings: [{ ...A, again: "remask", fraction: 0.3 }, B] } as Setup;
+    const sent = ([0, 1] as const).map((which) => makeRequest(setup, which, model).body);
+    expect(sent.map(({ temperature, diffusion }) => ({ temperature, diffusion }))).toEqual(
+      [48, 16].map((steps) => ({
+        temperature: 1,
+        diffusion: { stream: "frames", max_denoising_steps: steps, entropy_bound: 0.1 },
+      })),
+    );
+    const shared = { ...SETUP.shared, constraint: "regex", regex: "a+" } as const;
+    expect(diffusionFields(A, shared, "uniform")).toMatchObject({ constraint: { regex: "a+" } });
+    expect(revises(A, "uniform")).toBe(true);
+    expect(describeDecoding({ ...A, heat: 0.5 }, "uniform")).toBe(
+      "at most 48 steps, entropy bound 0.1, temperature 0.5",
+    );
   });
 
   it("sends a conversation with its system prompt", () => {
@@ -150,10 +170,10 @@ describe("share links", () => {
 });
 
 it("describes a decoding in a few words", () => {
-  expect(describeDecoding(A)).toBe("one token a step");
-  expect(describeDecoding({ ...A, rule: "steps", remasking: "left_to_right", temperature: 0.5 })).toBe(
+  expect(describeDecoding(A, "masked")).toBe("one token a step");
+  expect(describeDecoding({ ...A, rule: "steps", remasking: "left_to_right", temperature: 0.5 }, "masked")).toBe(
     "32 steps, left to right, temperature 0.5",
   );
-  expect(describeDecoding({ ...B, remasking: "random", again: "remask" })).toBe("threshold 0.9");
-  expect(describeDecoding({ ...A, again: "revise" })).toBe("one token a step, revise 0.2");
+  expect(describeDecoding({ ...B, remasking: "random", again: "remask" }, "masked")).toBe("threshold 0.9");
+  expect(describeDecoding({ ...A, again: "revise" }, "masked")).toBe("one token a step, revise 0.2");
 });

@@ -129,7 +129,7 @@ describe("Run", () => {
   }
 
   it("measures what it took", async () => {
-    const run = new Run("m", DECODING, {});
+    const run = new Run("m", DECODING, {}, "masked");
     let clock = 0;
     const summary = { denoising_steps: 2, forward_passes: 4, tokens_per_pass: 0.5, text: "ab" };
     const events = of(canvas, reveal(0, "a"), reveal(1, "b"), { kind: "end", summary, finishReason: "length" });
@@ -146,11 +146,11 @@ describe("Run", () => {
 
   it("keeps what was revealed when it is canceled, and says why it failed", async () => {
     const controller = new AbortController();
-    const canceled = new Run("m", DECODING, {});
+    const canceled = new Run("m", DECODING, {}, "masked");
     controller.abort();
     await canceled.follow(of(canvas, reveal(0, "a"), new Error("aborted")), controller.signal, () => undefined);
     expect([canceled.status, canceled.text, canceled.error]).toEqual(["canceled", "a", ""]);
-    const failed = new Run("m", DECODING, {});
+    const failed = new Run("m", DECODING, {}, "masked");
     await failed.follow(of(new ApiError(400, "no")), new AbortController().signal, () => undefined);
     expect([failed.status, failed.error, failed.text]).toEqual(["failed", "no", ""]);
   });

@@ -21,10 +21,11 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
+from tests.diffusion_gemma import CANVAS, loaded
 from tests.errors import raises
 from tests.helpers import REPOSITORY
 from tests.test_console import Terminal
-from tests.tiny import build_lm
+from tests.tiny import PLAIN_TEMPLATE, build_lm
 from unmask.cli import app
 from unmask.cli import chat_session as module
 from unmask.cli.chat_session import Chat, interruptible, talk
@@ -35,6 +36,28 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 SETTINGS = {"max_new_tokens": 12, "tokens_per_step": 3, "temperature": 1.0}
 CONTEXT = 200
+
+
+def test_a_chat_on_whole_canvases(tmp_path: Path) -> None:
+    """Their context has to hold a canvas, and answers have the tokens that are asked for."""
+    lm = loaded(tmp_path)
+    lm.tokenizer.chat_template = PLAIN_TEMPLATE
+    config = SamplerConfig(max_new_tokens=CANVAS + 1, max_denoising_steps=3)
+    chat, steps = Chat(lm, "the model", config), list[int]()
+    generation = chat.answer("hello", lambda canvas: steps.append(canvas.step))
+    assert generation is not None and len(generation.tokens[0]) <= CANVAS + 1
+    prompt = [{"role": "user", "content": "hello"}]
+    assert generation.texts == unmask.generate(lm, [prompt], config).texts
+    assert steps == [*range(generation.forward_passes[0] + 1)]
+    known = len(generation.prompts[0]) + len(generation.texts[0])
+    room = int(lm.context_length or 0) - (CANVAS + 1) - known  # for the tokens, but not for the canvas
+    chat.settings("t_max=0.9")
+    with raises(GenerationError, where="temperature"):
+        chat.settings("temperature=0.7")
+    with raises(ConfigError, where="t_max"):
+        chat.settings("t_max")
+    with raises(GenerationError, where="conversation"):
+        chat.answer("a" * room, lambda canvas: None)
 
 
 def lm_with(template: str | None) -> DiffusionLM:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from tokenizers import decoders
 
+from tests.diffusion_gemma import loaded
 from tests.generation.cases import PATTERNS, configs, prompt_lists
 from tests.generation.constraints.test_vocabulary import BYTE_LEVEL, SENTENCEPIECE, Named
 from tests.helpers import partly_slow
@@ -20,6 +23,7 @@ from unmask.cli.denoising_display import (
     HIDDEN,
     MAX_COLUMNS,
     Canvas,
+    Piece,
     denoise,
     display,
     generate_visibly,
@@ -106,6 +110,62 @@ def test_the_last_canvas_shows_the_text(attention, block_size, data):
     assert (
         seen[-1].replace(HIDDEN, "") == generation.texts[0] == sampler.generate(lm, [prompt], config).texts[0]
     )
+
+
+def test_a_random_end_token_ends_nothing_before_it_is_final():
+    lm = Named(decoders.Fuse(), ["a", "b"])
+    lm.mask_token_id, lm.noise = MASK, "uniform"
+    watched = Canvas(lm, request([2, *[MASK] * 6], start=1))
+    watched.update(Frame(1, [Revealed(place, [1, 0, 2][place % 3], -0.1) for place in range(1, 4)], [], 1))
+    assert watched.plain("_") == "ba___" and not any(piece.is_final for piece in watched.pieces())
+    watched.update(Frame(2, [Revealed(1, 1, -0.1), Revealed(2, 0, -0.1)], [], 4))
+    assert watched.plain("_") == "a" and all(piece.is_final for piece in watched.pieces())
+
+
+@pytest.fixture(scope="module", params=["bidirectional", "blocks", "whole canvases"])
+def canvas_lm(request, tmp_path_factory):
+    if request.param == "whole canvases":
+        return loaded(tmp_path_factory.mktemp("model"))
+    attention = ("bidirectional", None) if request.param == "bidirectional" else ("block_causal", 4)
+    return float64_lm("phi", *attention, logit_shift=False, eos_bias=1.5).with_noise("uniform")
+
+
+def test_a_canvas_of_random_tokens_is_seen_to_change(canvas_lm):
+    """Tokens change from step to step, none that is shown as final does, and the last step shows the text."""
+    changed, ends = 0, []
+
+    def add(canvases: list[list[Piece]], canvas: Canvas) -> None:
+        canvases.append([*canvas.pieces()])
+
+    for prompt in ("abc", "f", "bead", "decade", "face", "cab"):
+        config = SamplerConfig(max_new_tokens=29, max_denoising_steps=3, t_max=3.0)
+        [asked] = make_requests(canvas_lm, [prompt], config)
+        canvases: list[list[Piece]] = []
+        generation = denoise(canvas_lm, asked, config, partial(add, canvases))
+        [text] = generation.texts
+        assert [piece.text for piece in canvases[0]] == [""] * 29
+        assert "".join(piece.text for piece in canvases[-1]) == text
+        assert all(piece.is_final for piece in canvases[-1] if piece.text)
+        for before, after in itertools.pairwise(canvases):
+            assert text.startswith("".join(piece.text for piece in before if piece.is_final))
+            both = zip(before, after, strict=False)
+            changed += any(old.text and old.text != new.text for old, new in both)
+        ends.append(len(generation.tokens[0]) < 29)
+    assert changed and any(ends)
+
+
+def test_the_steps_of_several_prompts_on_canvases(canvas_lm):
+    """What is counted is what is asked for, and not the canvas."""
+    config, stream = SamplerConfig(max_new_tokens=13, max_denoising_steps=3, t_max=2.0), io.StringIO()
+    results = list(generate_visibly(canvas_lm, ["abc", "f"], config, infill=False, stream=stream))
+    expected = sampler.generate(canvas_lm, ["abc", "f"], config)
+    assert [result.texts[0] for result in results] == expected.texts
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("prompt")]
+    counts = zip(map(len, expected.tokens), expected.forward_passes, strict=True)
+    assert [line.split(" · ")[:2] for line in lines] == [
+        [f"prompt {number}: {tokens} tokens", f"{passes} passes"]
+        for number, (tokens, passes) in enumerate(counts)
+    ]
 
 
 def test_it_can_be_stopped_between_steps():

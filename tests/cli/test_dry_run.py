@@ -3,7 +3,9 @@ looks at each step."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from tests.diffusion_gemma import save_published
 from tests.errors import raises
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm
@@ -188,6 +191,49 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
         event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     assert estimate.memory.total == pytest.approx(held + max(itertools.accumulate(changes)), rel=0.15)
+
+
+@partly_slow("attention", ["bidirectional", "block_causal"], 0)
+@partly_slow("noise", ["uniform", "hybrid", "masked"], 0)
+def test_a_step_predicts_what_its_noise_leaves_to_predict(noise, attention, tmp_path):
+    """With random tokens, every token of an answer."""
+    block = {"attention": "block_causal", "block_size": 4} if attention == "block_causal" else {}
+    lm = llama_lm(*block.values() or [attention], hidden_size=16, num_hidden_layers=1)
+    lm.save(tmp_path / "model")
+    more = {
+        "max_length": 60,
+        "max_steps": 2,
+        "noise": noise,
+        "exact_count": True,
+        "optim": "adamw_torch_fused",
+    }
+    config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(
+        update={"training": {"use_cpu": True, "per_device_train_batch_size": 4, **more}}
+    )
+    estimate = estimate_run(config, training_arguments("sft", config))
+    made = Products()
+    rows = [{"prompt": "a", "completion": RESPONSE}] * 8
+    make("sft", tmp_path, lm, rows, callbacks=[made], per_device_train_batch_size=4, **more).train()
+    network = ModelSpec.read(config.model).network(estimate.workload)
+    planned = matmul_flops(network, estimate.workload)
+    of_all, of_none = (
+        matmul_flops(network, dataclasses.replace(estimate.workload, noise=kind))
+        for kind in ("uniform", "masked")
+    )
+    assert planned == (of_none if noise == "masked" else of_all)
+    assert planned == pytest.approx(made.flops[-1], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.:FutureWarning")
+def test_adapters_of_diffusion_gemma_rehearse_too(tmp_path):
+    save_published(tmp_path / "model")
+    rows = [json.dumps({"prompt": "ab", "completion": "cdefgh" * 4})] * 8
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    config = run_config(tmp_path / "model", tmp_path / "pairs.jsonl", tmp_path)
+    training = {"use_cpu": True, "max_length": 32, "per_device_train_batch_size": 2, "max_steps": 4}
+    (line,) = dry_run("sft", config.model_copy(update={"training": training, "lora": LoraSettings(r=4)}))
+    assert float(line["predicted seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
 
 
 class Products(TrainerCallback):

@@ -206,6 +206,13 @@ def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, w
         evaluate_task(LM, TASK, ROWS, sampler, attempts=attempts, pass_at=pass_at)
 
 
+def test_attempts_on_canvases_of_random_tokens_differ():
+    lm = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0, attention="bidirectional")
+    sampler = SamplerConfig(t_max=3.0, max_denoising_steps=2)
+    items = evaluate_task(lm.with_noise("uniform"), TASK, ROWS, sampler, attempts=3).items
+    assert any(len({*item.completions}) > 1 for item in items)
+
+
 def test_traces_have_the_step_of_each_token():
     (first, *_) = evaluate_task(LM, TASK, ROWS[:2], SamplerConfig(trace=True)).items
     (trace,) = first.traces

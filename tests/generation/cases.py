@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
+from unmask.errors import GenerationError
+from unmask.generation.requests import make_requests
 
 PATTERNS = [
     ("causal", None),
@@ -102,6 +105,34 @@ def configs(draw, attention: str, block_size: int | None):
         revise=revise,
         **shared,
     )
+
+
+FORMS = [
+    {"regex": "(ab|c)*d"},
+    {"regex": "[^a]*a[^a]*"},
+    {"choice": ["ab", "cd", "fed"]},
+    {"regex": "[a-f]+"},
+]
+forms = {
+    "constraint": st.sampled_from([None, None, *(FORMS if find_spec("outlines_core") else [])]),
+    "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5, 0.7]),
+    "forbidden_tokens": st.sampled_from([None, None, [4]]),
+    "allowed_tokens": st.sampled_from([None, None, None, [0, 2, 4, 5, 6, 7]]),
+}
+"""Settings that hold the text of a canvas to a form."""
+
+
+def fitting(lm, batch):
+    """The entries of a batch, each of a prompt and its settings first, whose constraint a text can meet."""
+    found = []
+    for prompt, config, *more in batch:
+        try:
+            make_requests(lm, [prompt], config)
+        except GenerationError as error:
+            assert config.constraint is not None and error.where.startswith("constraint")
+        else:
+            found.append((prompt, config, *more))
+    return found
 
 
 class Watch:

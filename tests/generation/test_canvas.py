@@ -16,6 +16,7 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as pu
 
 import unmask
 from tests.errors import raises
+from tests.generation.cases import fitting, forms
 from tests.helpers import examples
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -132,7 +133,7 @@ configs = st.fixed_dictionaries(
         "confidence_threshold": st.floats(0.01, 2),
         "top_k": st.sampled_from([0, 3]),
         "top_p": st.sampled_from([1.0, 0.7]),
-        "forbidden_tokens": st.sampled_from([None, [4]]),
+        **forms,
         "stop_at_eos": st.booleans(),
         "seed": st.integers(0, 5),
         "trace": st.booleans(),
@@ -150,7 +151,7 @@ prompts = st.text("abcdef", min_size=1, max_size=8)
 @examples(25)
 def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(kind, batch, size):
     lm = canvas_lm(kind)
-    engine, found, tickets = Engine(lm, batch_size=size), {}, {}
+    batch, engine, found, tickets = fitting(lm, batch), Engine(lm, batch_size=size), {}, {}
     waiting = sorted(enumerate(batch), key=lambda entry: entry[1][2])
     for moment in range(1000):
         while waiting and waiting[0][1][2] <= moment:
@@ -228,15 +229,14 @@ def test_the_end_token_ends_a_text():
         {"cfg_scale": 1.0},
         {"cache": "dual"},
         {"early_commit": 0.9},
-        {"constraint": {"regex": "a*"}},
-        {"repetition_penalty": 1.1},
+        {"top_forbidden": 2, "constraint": {"regex": "a*"}},
         {"remasking": "random"},
         {"remasking": "entropy"},
     ],
     ids=str,
 )
 def test_settings_that_need_masks_are_refused_by_name(given):
-    [name] = given
+    name = next(iter(given))
     assert name in OF_MASKS
     with raises(GenerationError, where=name):
         unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, **given))
@@ -296,11 +296,12 @@ def test_what_reads_masks_is_refused(tmp_path):
         export(lm, tmp_path, "llada")
 
 
-def test_the_defaults_of_a_stock_model_are_no_settings_of_a_canvas():
+def test_the_temperature_of_a_stock_model_is_no_setting_of_a_canvas():
     lm, given = canvas_lm(), torch.tensor([[4, 5, 6]])
-    lm.model.generation_config.update(do_sample=True, temperature=0.7, repetition_penalty=1.1)
-    for settings in ({}, {"do_sample": True}):
-        assert generate_ids(lm, given, max_new_tokens=8, **settings).shape[1] > 3
+    penalized = generate_ids(lm, given, max_new_tokens=8, repetition_penalty=9.0)
+    lm.model.generation_config.update(do_sample=True, temperature=0.7, repetition_penalty=9.0)
+    assert generate_ids(lm, given, max_new_tokens=8, do_sample=False).equal(penalized)
+    assert generate_ids(lm, given, max_new_tokens=8, do_sample=True).shape[1] > 3
     with raises(GenerationError, where="temperature"):
         generate_ids(lm, given, max_new_tokens=8, temperature=0.7)
 

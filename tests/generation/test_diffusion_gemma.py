@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import unmask
 from tests.diffusion_gemma import ALPHABET, CANVAS, generated, loaded, published_model
+from tests.generation.cases import fitting, forms
 from tests.helpers import examples
 from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive
@@ -137,7 +138,7 @@ configs = st.fixed_dictionaries(
         "stability_threshold": st.integers(0, 2),
         "confidence_threshold": st.floats(0.01, 2),
         "top_k": st.sampled_from([0, 3]),
-        "forbidden_tokens": st.sampled_from([None, [4]]),
+        **forms,
         "stop_at_eos": st.booleans(),
         "seed": st.integers(0, 5),
         "trace": st.booleans(),
@@ -155,7 +156,7 @@ configs = st.fixed_dictionaries(
 )
 @examples(20)
 def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(lm, batch, size):
-    engine, found, tickets = Engine(lm, batch_size=size), {}, {}
+    batch, engine, found, tickets = fitting(lm, batch), Engine(lm, batch_size=size), {}, {}
     waiting = sorted(enumerate(batch), key=lambda entry: entry[1][2])
     for moment in range(1000):
         while waiting and waiting[0][1][2] <= moment:

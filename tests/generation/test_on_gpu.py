@@ -18,7 +18,7 @@ from tests.helpers import GPU, needs_cuda, needs_gpu
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
-from unmask.generation import sampler
+from unmask.generation import naive, sampler
 from unmask.generation.engine.recorded_passes import passes_of
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -129,6 +129,27 @@ def test_constraints_give_the_tokens_of_a_cpu(constraint):
         sampler.generate(on_gpu(*pattern), PROMPTS, config).tokens
         == sampler.generate(float64_lm("gpt2", *pattern), PROMPTS, config).tokens
     )
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "a regex": {"constraint": {"regex": "[abc]{3}d*"}},
+    "filtered": {"constraint": {"regex": "[abc]{3}d*"}, "top_k": 3, "top_p": 0.9},
+    "a penalty": {"repetition_penalty": 1.3, "forbidden_tokens": [3]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "pattern", [("block_causal", 4), pytest.param(("bidirectional", None), marks=pytest.mark.slow)]
+)
+def test_canvases_of_random_tokens_have_the_tokens_of_a_cpu(pattern, form):
+    lm = float64_lm("gpt2", *pattern).with_noise("uniform")
+    settings = {"max_denoising_steps": 6, "entropy_bound": 1.0, "confidence_threshold": 0.5}
+    config = SamplerConfig(max_new_tokens=7, trace=True, **settings, **FORMS[form])
+    found = sampler.generate(there(lm), PROMPTS, config)
+    assert_same(found, sampler.generate(lm, PROMPTS, config))
+    assert naive.generate(there(lm), PROMPTS, config).tokens == found.tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import unmask
 from tests import enumeration
-from tests.tiny import KINDS, toy_lm
+from tests.diffusion_gemma import loaded, published_model
+from tests.errors import raises
+from tests.tiny import KINDS, float64_lm, toy_lm
 from unmask.config.sampler import SamplerConfig
+from unmask.errors import GenerationError
 from unmask.generation import prompt_log_probs as module
 from unmask.generation.prompt_log_probs import prompt_log_probs
 
@@ -80,3 +83,26 @@ def test_a_token_that_is_the_most_probable_one_has_its_very_number():
 
 def test_short_prompts():
     assert measured(toy_lm(), []).log_probs == [] and measured(toy_lm(), [4], 1).top == [None]
+
+
+def test_with_uniform_noise_they_are_those_of_the_causal_reading(tmp_path):
+    """Of DiffusionGemma that of its encoder, which transformers reads here."""
+    lm, ids = loaded(tmp_path), [1, 7, 9, 4, 11, 5, 5]
+    found, model = measured(lm, ids, top=1), published_model()
+    with torch.no_grad():
+        hidden_TD = model.model.encoder(input_ids=torch.tensor([ids])).last_hidden_state[0, :-1]
+        cap = model.config.text_config.final_logit_softcapping
+        log_prob_TV = (torch.tanh(model.lm_head(hidden_TD) / cap) * cap).log_softmax(-1)
+    expected = log_prob_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    assert found.log_probs[1:] == pytest.approx(expected, abs=1e-5) and found.log_probs[0] is None
+    assert [most[0][0] for most in found.top[1:]] == log_prob_TV.argmax(-1).tolist()
+    assert found == measured(lm.as_causal(), ids, top=1)
+    blocks = float64_lm("phi", "block_causal", 4, causal_context=True, logit_shift=False)
+    for each in (blocks.with_noise("uniform"), blocks.as_causal()):
+        assert measured(each, [1, 7, 4, 5]) == measured(blocks.as_causal(), [1, 7, 4, 5])
+
+
+@pytest.mark.parametrize("pattern", [("bidirectional", None), ("block_causal", 4)], ids=str)
+def test_uniform_noise_alone_hides_no_later_tokens(pattern):
+    with raises(GenerationError, where="prompt log-probabilities"):
+        measured(float64_lm("phi", *pattern).with_noise("uniform"), [4, 5, 6])

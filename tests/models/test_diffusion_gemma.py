@@ -10,12 +10,13 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.diffusion_gemma import CANVAS, generated, loaded, save_published
 from tests.errors import raises
+from tests.training.tiny_runs import prepared
 from unmask.config.sampler import SamplerConfig
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.export import export
-from unmask.models.load import load
+from unmask.models.load import as_diffusion_lm, check_patterns, load
 
 PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor"}
 
@@ -116,6 +117,10 @@ def test_its_pattern_is_its_own(arguments, base):
         load(base[0], **arguments)
 
 
+def test_a_run_with_its_own_pattern_is_checked_without_its_weights(base):
+    check_patterns(base[0], [None, "block_causal"], {})
+
+
 def test_it_has_no_masks(base):
     lm = load(base[0])
     assert lm.canvas and lm.noise == "uniform" and lm.never_predicted == ()
@@ -127,6 +132,53 @@ def test_it_has_no_masks(base):
 def test_images_are_not_trained(base):
     names = {name for name, weight in load(base[0]).model.named_parameters() if not weight.requires_grad}
     assert names and all("vision" in name for name in names)
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_in_memory_is_read_alike(base):
+    lm = load(base[0])
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(base[0])
+    ids_BT = random_ids(lm, 2, CANVAS)
+    expected = model(input_ids=ids_BT, decoder_input_ids=ids_BT).logits
+    made = as_diffusion_lm(model, lm.tokenizer)
+    assert torch.equal(made.logits(ids_BT, hidden_BT=ids_BT < 0), lm.logits(ids_BT, hidden_BT=ids_BT < 0))
+    model.set_attn_implementation("eager")
+    found = model(input_ids=ids_BT, decoder_input_ids=ids_BT).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("how", [{"quantization": "4bit"}, {"quantization": "8bit"}], ids=str)
+def test_quantization_would_leave_out_almost_all_of_it(how, base):
+    with raises(ModelError, where="quantization"):
+        load(base[0], **how)
+
+
+def test_checkpoints_of_both_stacks_save_memory_and_change_no_gradient(base):
+    found = []
+    for checkpointing in (False, True):
+        lm, saved = load(base[0]), [0]
+        lm.model.train()
+        if checkpointing:
+            lm.model.activation_checkpointing_enable()
+
+        def keep(tensor, saved=saved):
+            saved[0] += tensor.untyped_storage().nbytes()
+            return tensor
+
+        ids_BT = random_ids(lm, 2, 20)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits_BTV = lm.logits(ids_BT, hidden_BT=ids_BT < 0)
+        logits_BTV.square().mean().backward()
+        gradients = [weight.grad for weight in lm.model.parameters() if weight.grad is not None]
+        found.append((saved[0], gradients))
+    assert found[1][0] < found[0][0] / 10
+    assert len(found[0][1]) > 50 and all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def test_checkpoints_that_would_lose_gradients_are_refused(base, tmp_path):
+    how = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
+    with raises(ConfigError, where="activation_checkpointing_kwargs"):
+        prepared("sft", tmp_path, str(base[0]), **how)
 
 
 def test_loaded_from_a_name_in_memory(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from tests.diffusion_gemma import loaded
 from tests.models.configurations import tiny_lm
 from tests.tiny import llama_lm
 from unmask.models.load import load
@@ -73,6 +74,16 @@ def test_it_says_what_the_model_is():
         assert words in text
     assert "## How it was made" not in text and "## Losses" not in text
     assert "diffusion" not in render_card(tiny_lm("llama"))
+
+
+def test_diffusion_gemma_has_no_mask_token(tmp_path, monkeypatch, capsys):
+    lm = loaded(tmp_path / "model")
+    lm.save(tmp_path / "saved")
+    monkeypatch.chdir(tmp_path / "saved")
+    text = (tmp_path / "saved" / "README.md").read_text()
+    assert "| noise | uniform" in text and "mask token" not in text
+    assert "| mask token |" in render_card(llama_lm("bidirectional").with_noise("uniform"))  # it marks gaps
+    assert run_snippet(text) == capsys.readouterr().out.removesuffix("\n")
 
 
 def test_its_front_matter_is_one_that_the_hub_reads(tmp_path):

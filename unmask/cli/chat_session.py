@@ -25,7 +25,7 @@ from unmask.console import for_stdout
 from unmask.data.encoding import encode_prompt
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError, did_you_mean
 from unmask.generation.output import Generation
-from unmask.generation.requests import check_settings, make_requests
+from unmask.generation.requests import check_settings, completion_length, make_requests
 from unmask.models.chat_template import SIMPLE, render_template, without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import shown
@@ -112,11 +112,9 @@ class Chat:
         asked = {"role": "user", "content": text}
         prompt = text if self.raw else without_start(self.lm.tokenizer, self._all_messages(asked))
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
-        if context is not None and len(ids) + self.config.max_new_tokens > context:
-            what = (
-                f"{len(ids)} tokens with this message, and {self.config.max_new_tokens} new ones, exceed "
-                f"the context of {context}"
-            )
+        new = completion_length(self.lm, self.config.max_new_tokens)
+        if context is not None and len(ids) + new > context:
+            what = f"{len(ids)} tokens with this message, and {new} new ones, exceed the context of {context}"
             remedy = "Begin a new one with /reset, or shorten answers with /settings max_new_tokens=N"
             raise GenerationError(what, where="message" if self.raw else "conversation", remedy=remedy)
         [request] = make_requests(self.lm, [ids], self.config)
@@ -159,8 +157,9 @@ class Chat:
         if pair:
             key, equals, value = pair.partition("=")
             if not equals:
+                key = "t_max" if self.lm.noise == "uniform" else "temperature"
                 raise ConfigError(
-                    "is not KEY=VALUE", where=pair, remedy="Write for example /settings temperature=0.7"
+                    "is not KEY=VALUE", where=pair, remedy=f"Write for example /settings {key}=0.7"
                 )
             new = nested(key.strip().split("."), parse_yaml(value, key))
             config = SamplerConfig(**Layers([Layer("", given), Layer("", new)]).merged())

@@ -50,30 +50,34 @@ class Piece(NamedTuple):
 
 class Canvas:
     """A sequence that is being denoised. Of a completion only what follows the prompt is shown, up to its end
-    token."""
+    token: with random tokens to one that is final, as any other may change."""
 
     def __init__(self, lm: DiffusionLM, request: Request):
         self.lm, self.request = lm, request
-        self.ids, self.log_probs = list(request.ids), [0.0] * request.length
+        self.ids, self.hidden = list(request.ids), list(request.hidden)
+        self.log_probs = [0.0] * request.length
         self.step = self.num_final = 0
 
     def update(self, frame: Frame) -> None:
         """Apply the next frame."""
         self.ids = replay(self.ids, [frame], self.lm.mask_token_id)
+        for position in frame.hidden:
+            self.hidden[position] = True
         for each in frame.revealed:
-            self.log_probs[each.position] = each.log_prob
+            self.hidden[each.position], self.log_probs[each.position] = False, each.log_prob
         self.step, self.num_final = frame.step, frame.num_final
 
     def pieces(self) -> Iterator[Piece]:
         """What is to be seen, from left to right; each hidden token is a piece."""
-        start, stop = self.request.start, self.request.length
+        start, stop = self.request.start, self.request.end
         if self.request.stop_at_eos:
-            stop = start + end_of(self.ids[start:], self.lm.eos_token_ids)
-        hidden = [
-            self.request.hidden[place] and self.ids[place] == self.lm.mask_token_id
-            for place in range(start, stop)
-        ]
-        texts = canvas_texts(self.lm.tokenizer, self.ids[:start], self.ids[start:stop], hidden)
+            settled = max(start, min(self.num_final, stop)) if self.lm.noise == "uniform" else stop
+            known, ends = self.ids[start:settled], self.lm.eos_token_ids
+            end = end_of(known, ends)
+            stop = start + end if end and known[end - 1] in ends else stop
+        texts = canvas_texts(
+            self.lm.tokenizer, self.ids[:start], self.ids[start:stop], self.hidden[start:stop]
+        )
         new: list[int] = []  # positions of a character of several tokens
         for position, text in enumerate(texts, start):
             if text is None:

@@ -63,7 +63,7 @@ def inspect(
     )
     blueprint = ModelSpec.read(model)
     work = blueprint.workload(
-        model.attention, sequence_length, copies, lora_rank, quantization=model.quantization
+        model.attention, sequence_length, copies, lora_rank, quantization=model.quantization, canvases=1
     )
     estimator = StepEstimator(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
@@ -92,15 +92,17 @@ def inspect(
         typer.echo(json.dumps(found))
         return
     show_table(facts.items(), title=model.path)
-    show_table(changes.items(), title="what conversion would change")
+    if changes:
+        show_table(changes.items(), title="what conversion would change")
     lines = [estimate.describe(name) for name, estimate in estimates.items()]
     title = f"a training step: {estimator.work.describe()}"
     show_table([line.values() for line in lines], title=title, head=lines[0])
     if generation:
-        tokens = estimator.work.sequence_length
+        tokens = f"{estimator.work.sequence_length} tokens, bfloat16 weights"
+        tokens += ", temperature 0" if estimator.work.noise != "uniform" else ""
         show_table(
             [[name, *(time.describe() for time in times.values())] for name, times in generation.items()],
-            title=f"ms of a pass of generation, by batch: {tokens} tokens, bfloat16 weights, temperature 0",
+            title=f"ms of a pass of generation, by batch: {tokens}",
             head=["hardware", *map(str, GENERATION_BATCHES)],
         )
     bounds = {estimate.bound for estimate in estimates.values()}

@@ -132,7 +132,8 @@ class SamplerConfig(Config):
     other is hidden. Its confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the
     end tokens, it keeps texts from ending early (LLaDA, Nie et al. 2025)."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
+    """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none.
+    Uniform noise: of those that are given, and of finished blocks."""
     cfg_scale: float = Field(default=0.0, ge=0, le=1e3)
     """Classifier-free guidance: logits + cfg_scale * (logits - logits with the prompt hidden). 0: off;
     otherwise every step takes twice the work."""

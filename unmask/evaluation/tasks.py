@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
 
-from unmask.config.sampler import SamplerConfig
+from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase
 from unmask.data.decoding import text_after, token_texts
@@ -182,9 +182,11 @@ def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig
         if not 1 <= k <= attempts:
             remedy = "Give at least as many attempts as the largest k"
             raise ConfigError(f"{k} of {attempts} attempts", where="pass_at", remedy=remedy)
-    if attempts > 1 and sampler.temperature == 0:
+    drawn = sampler.temperature > 0 or any(getattr(sampler, name) is not None for name in CANVAS_FIELDS)
+    if attempts > 1 and not drawn:
         what = f"{attempts} attempts at temperature 0 are all the same"
-        raise ConfigError(what, where="attempts", remedy="Set a temperature")
+        remedy = "Set a temperature (t_max for a model of uniform noise)"
+        raise ConfigError(what, where="attempts", remedy=remedy)
 
 
 def evaluate_task(

@@ -4,13 +4,19 @@ Every step predicts all positions of the block. Each draws a token; those of low
 long as their entropies without the largest stay within `entropy_bound` (Ben-Hamu et al. 2025), and the others
 become new random tokens. The block ends, with the most probable token of each position, when these have not
 changed for `stability_threshold` steps and the mean entropy is below `confidence_threshold`, or after the
-last step. It is the sampler of DiffusionGemma.
+last step. It is the sampler of DiffusionGemma. Log-probabilities are those of its tokens in the block's last
+pass.
+
+With a constraint the tokens of a step are drawn together, given that their text is accepted. So whichever are
+kept, some text that is accepted has them. Entropies and mean embeddings are given the constraint, too, and
+the block ends with the most probable text that is accepted.
 
 Shapes: N positions, B sequences, M the most positions of one, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +27,7 @@ from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
 from unmask.diffusion.mixing import RandomTokens
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import GenerationError
+from unmask.generation.constraints.decide import Window, texts_given
 from unmask.generation.policies import (
     CPU_LOGITS_AT_ONCE,
     GPU_LOGITS_AT_ONCE,
@@ -49,12 +56,14 @@ OF_MASKS = {
     **dict.fromkeys(("block_size", "sub_block_size"), "Leave it out: a canvas is denoised as a whole"),
     **dict.fromkeys(("cache", "refresh_interval"), "Leave it out: what can be kept is kept"),
     **dict.fromkeys(
-        ("mode", "num_speculative_tokens", "num_branches", "cfg_scale", "constraint", "repetition_penalty"),
+        ("mode", "num_speculative_tokens", "num_branches", "cfg_scale"),
         "Leave it out, or use a model of masked noise",
     ),
     "top_forbidden": "Leave it out",
 }
 """Settings that need masks, and what to do on a canvas of random tokens."""
+GRAIN = 2.0**-24
+"""The nats to which entropies given a constraint are rounded, so that equal ones are equal."""
 
 
 class CanvasSettings(NamedTuple):
@@ -130,6 +139,8 @@ def propose(
     key_N: Tensor,
     step_N: Tensor,
     position_N: Tensor,
+    present_NV: Tensor | None = None,
+    windows: Sequence[Window] = (),
 ) -> Proposal:
     """What a step proposes. All randomness is keyed by (seed, key, step, position).
 
@@ -137,32 +148,68 @@ def propose(
         logits_NV: aligned logits of all positions of a canvas.
         temperature_N: in the logits' type.
         key_N, step_N, position_N: the sequence's key and denoising steps so far, and the position in it.
+        present_NV: the tokens that are known in each row's sequence, for a repetition penalty.
+        windows: the positions whose texts a constraint has to accept.
+
+    Raises:
+        GenerationError: no text that a constraint accepts has a probability.
     """
     uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=RngStream.TOKEN)
-    at_once = CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE
-    rows = max(1, at_once // logits_NV.shape[1])
-    parts = zip(logits_NV.split(rows), temperature_N.split(rows), uniform_N.split(rows), strict=True)
-    columns = zip(*(_proposed(lm, *part, config) for part in parts), strict=True)
-    joined: list[Any] = [None if values[0] is None else torch.cat(values) for values in columns]
+
+    def part(rows: slice | Tensor, window: Window | None = None) -> tuple[Any, ...]:
+        present = None if present_NV is None else present_NV[rows]
+        return _proposed(lm, logits_NV[rows], temperature_N[rows], uniform_N[rows], present, window, config)
+
+    if windows:
+        inside_J = torch.cat([window.row_N for window in windows])
+        row_N = torch.arange(len(position_N), device=position_N.device)
+        outside_J = row_N[~torch.isin(row_N, inside_J)]
+        parts = [part(window.row_N, window) for window in windows]
+        parts += [part(outside_J)] if len(outside_J) else []
+        order_N = torch.cat([inside_J, outside_J]).argsort()
+    else:
+        at_once = CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE
+        count = max(1, at_once // logits_NV.shape[1])
+        parts = [part(slice(first, first + count)) for first in range(0, len(position_N), count)]
+    joined: list[Any] = [
+        None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)
+    ]
+    if windows:
+        joined = [None if values is None else values[order_N] for values in joined]
     *decided, drawn_N, entropy_N, drawn_log_prob_N, soft_ND = joined
     return Proposal(Decision(*decided), drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 
 def _proposed(
-    lm: DiffusionLM, logits_NV: Tensor, temperature_N: Tensor, uniform_N: Tensor, config: SamplerConfig
+    lm: DiffusionLM,
+    logits_NV: Tensor,
+    temperature_N: Tensor,
+    uniform_N: Tensor,
+    present_NV: Tensor | None,
+    window: Window | None,
+    config: SamplerConfig,
 ) -> tuple[Any, ...]:
-    """The fields of the decision, and of the proposal after it."""
-    own_NV = penalize_and_ban(logits_NV / temperature_N[:, None], config)
-    weight_NV = weights(own_NV, own_NV.amax(-1, keepdim=True))
+    """The fields of the decision, and of the proposal after it, at the positions of a window or at some
+    others."""
+    own_NV, texts = penalize_and_ban(logits_NV / temperature_N[:, None], config, present_NV), None
+    if window is not None and not own_NV.isnan().any():  # else the caller refuses it
+        texts = texts_given(window, own_NV, uniform_N, config)
+    given_NV = own_NV if texts is None else texts.logits_NV
+    weight_NV = weights(given_NV, given_NV.amax(-1, keepdim=True))
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
     share_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
-    entropy_N, token_N = torch.special.entr(share_NV).sum(-1).double(), best(own_NV)
+    entropy_N = torch.special.entr(share_NV).sum(-1).double()
+    if texts is None:
+        token_N, drawn_N = best(own_NV), draw(weight_NV, uniform_N)
+    else:
+        token_N, drawn_N, _ = texts
+        entropy_N = (entropy_N / GRAIN).round() * GRAIN
     normalizer_N = normalizer(logits_NV)
     at_token = (logits_NV.gather(1, token_N[:, None]).squeeze(1) - normalizer_N).double()
     sampled_N = share_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
     top = most_probable(logits_NV, normalizer_N[:, None]) if config.top_log_probs else (None, None)
     decision = Decision(token_N, at_token, -entropy_N.float(), sampled_N, entropy_N, *top)
-    drawn_N, drawn_log_prob_N = draw(weight_NV, uniform_N), None
+    drawn_log_prob_N = None
     if config.trace:
         drawn_log_prob_N = share_NV.gather(1, drawn_N[:, None]).squeeze(1).log().double()
     soft_ND = lm.mean_embeddings(share_NV) if lm.canvas else None

@@ -15,12 +15,11 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 
 class Revealed(NamedTuple):
-    """A token that a step revealed."""
+    """A token that a step revealed; on a canvas of random tokens the most probable one after it."""
 
     position: int  # in the whole sequence
     token: int
-    # when it was revealed, in nats, at temperature 1; on a canvas of random tokens of the most probable token
-    log_prob: float
+    log_prob: float  # when it was revealed, in nats, at temperature 1
     # with `top_forbidden`: likewise the most probable tokens that the constraint forbids there
     forbidden: Sequence[tuple[int, float]] = ()
 
@@ -31,7 +30,8 @@ class Frame:
 
     Attributes:
         step: denoising steps so far.
-        revealed: tokens that were revealed, replaced, or predicted again.
+        revealed: tokens that were revealed, replaced, or predicted again: on a canvas of random tokens all of
+            the current block, those that are the same with another probability.
         hidden: positions that were hidden again.
         num_final: positions from the first one on that no later step changes.
     """
@@ -45,9 +45,10 @@ class Frame:
 class Watched:
     """A sequence that is watched, as it was when last seen."""
 
-    def __init__(self, request: Request, mask_token_id: int):
-        self.request, self.mask_token_id = request, mask_token_id
-        self.ids, self.log_probs, self.step = list(request.ids), [0.0] * request.length, 0
+    def __init__(self, request: Request):
+        self.request = request
+        self.ids, self.hidden = list(request.ids), list(request.hidden)
+        self.log_probs, self.step = [0.0] * request.length, 0
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
         """What changed in a running sequence; None if it has not begun, has ended, or has made no step since
@@ -58,36 +59,39 @@ class Watched:
     def last(self, trace: Trace) -> Frame:
         """What changed up to the end of a sequence."""
         start = self.request.start
-        ids = [*self.request.ids[:start], *trace.canvas]
+        ids, before = [*self.request.ids[:start], *trace.canvas], self.request.hidden[:start]
+        steps = zip(self.request.hidden[start:], trace.steps, strict=True)
+        hidden = before + [was_hidden and step < 0 for was_hidden, step in steps]
         forbidden = None
         if trace.forbidden_ids:
             given: list[list] = [[] for _ in range(start)]
             forbidden = (given + trace.forbidden_ids, given + trace.forbidden_log_probs)
         log_probs = [0.0] * start + trace.log_probs
         return self._frame(
-            SequenceView(ids, log_probs, max(trace.steps, default=-1) + 1, len(ids), forbidden)
+            SequenceView(ids, hidden, log_probs, max(trace.steps, default=-1) + 1, len(ids), forbidden)
         )
 
     def _frame(self, view: SequenceView) -> Frame:
-        before, after = zip(self.ids, self.log_probs, strict=True), zip(view.ids, view.log_probs, strict=True)
-        changed = [place for place, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
-        hidden = [place for place in changed if self.ids[place] != view.ids[place] == self.mask_token_id]
-        revealed = []
-        for position in changed:
-            if (token := view.ids[position]) != self.mask_token_id:
+        hidden, revealed = [], []
+        before = zip(self.ids, self.hidden, self.log_probs, strict=True)
+        after = zip(view.ids, view.hidden, view.log_probs, strict=True)
+        for position, (old, (token, is_hidden, log_prob)) in enumerate(zip(before, after, strict=True)):
+            if is_hidden and not old[1]:
+                hidden.append(position)
+            elif not is_hidden and old != (token, is_hidden, log_prob):
                 forbidden: list[tuple[int, float]] = []
                 if view.forbidden is not None:
                     ids, log_probs = view.forbidden
                     forbidden = list(zip(ids[position], log_probs[position], strict=True))
-                revealed.append(Revealed(position, token, view.log_probs[position], forbidden))
-        self.ids, self.log_probs, self.step = view.ids, view.log_probs, view.steps
+                revealed.append(Revealed(position, token, log_prob, forbidden))
+        self.ids, self.hidden, self.log_probs, self.step = view.ids, view.hidden, view.log_probs, view.steps
         return Frame(view.steps, revealed, hidden, view.num_final)
 
 
 def watch(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Iterator[Frame | Generation]:
     """The frames of one sequence, then the result. Raises GenerationError as `unmask.generate`."""
     engine = Engine(lm, batch_size=1, max_batch_tokens=config.max_batch_tokens)
-    watched = Watched(request, lm.mask_token_id)
+    watched = Watched(request)
     ticket = engine.submit(request, config)
     while not (finished := engine.step()):
         if frame := watched.look(engine, ticket):

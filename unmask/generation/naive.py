@@ -234,7 +234,9 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
 
 
 def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
-    """The most probable tokens of canvases that begin as random tokens, block by block."""
+    """The most probable tokens of canvases that begin as random tokens, block by block; with a constraint the
+    most probable text that it accepts. Known tokens, for a repetition penalty, are those that are given and
+    those of finished blocks."""
     settings, ids, steps, passes = CanvasSettings.of(config), list(request.ids), [-1] * request.length, 0
     decided: dict[int, Decision] = {}
     canvas_steps: list[CanvasStep] = []
@@ -246,6 +248,10 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
             visible = min(block_start(lm, start) + (lm.block_size or 1), request.length)
         canvas_N = random_tokens(lm, config.seed, key_N, torch.full_like(key_N, passes), position_N)
         earlier, soft_1TD, first_1 = list[list[int]](), None, position_N.new_tensor([start])
+        windows = windows_of(request.gaps, (start, stop), ids, request.hidden, lm.device)
+        known = [token for at, token in enumerate(ids) if at < start or not request.hidden[at]]
+        known_1V = torch.zeros(1, lm.vocab_size, dtype=torch.bool, device=lm.device)
+        known_1V[0, [token for token in known if token != lm.mask_token_id]] = True
         for step in range(settings.max_denoising_steps):
             shown_1T = torch.tensor([ids[:visible]], device=lm.device)
             shown_1T[0, position_N] = canvas_N
@@ -255,7 +261,8 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
             logits_NV = lm.logits(shown_1T, hidden_BT=is_hidden_1T, **more)[0, position_N]
             temperature_N = torch.full_like(logits_NV[:, 0], settings.temperature(step))
             step_N = torch.full_like(key_N, passes)
-            found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, position_N)
+            where = key_N, step_N, position_N, known_1V.expand(len(hidden), -1), windows
+            found = propose(lm, logits_NV, config, temperature_N, *where)
             refuse_nan(found.entropy_N)
             best, entropy_1N = found.decision.token_N.tolist(), found.entropy_N[None]
             passes += 1

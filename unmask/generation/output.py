@@ -142,7 +142,7 @@ def make_generation(
     for request, trace in zip(requests, traces, strict=True):
         hidden = request.hidden[request.start :]
         shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
-        shown = shown if request.limit is None else min(shown, request.limit - request.start)
+        shown = min(shown, request.end - request.start)
         ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stop_at_eos else shown)
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
     before = [request.ids[: request.start] for request in requests]

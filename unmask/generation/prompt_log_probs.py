@@ -44,15 +44,23 @@ def prompt_log_probs(lm: DiffusionLM, ids: Sequence[int], top: int, run: Scoring
 
     A causal model is asked in one pass. Any other one reads a row for each token, in which this and all later
     tokens are hidden: their sum is the log-probability with which `remasking: left_to_right` at temperature 1
-    writes these tokens into a canvas of their length.
+    writes these tokens into a canvas of their length. A model of uniform noise hides nothing behind masks: if
+    it reads finished text from left to right, as DiffusionGemma's encoder does, it is asked as the causal
+    model that it is there (`DiffusionLM.as_causal`).
 
     Args:
         top: the number of most probable tokens.
         run: makes a forward pass, when and where the model is free.
+
+    Raises:
+        GenerationError: a model of uniform noise that does not read finished text from left to right.
     """
     if lm.noise == "uniform":
-        what = f"hides tokens behind masks, and the model's noise is {lm.noise}"
-        raise GenerationError(what, where="prompt log-probabilities", remedy="Leave them out for this model")
+        if not lm.causal_context:
+            what = "need masks in place of later tokens, and this model's noise is uniform"
+            remedy = "Leave out echo or logprobs, or use a model with a causal context"
+            raise GenerationError(what, where="prompt log-probabilities", remedy=remedy)
+        lm = lm.as_causal()
     size = len(ids) if lm.autoregressive else max(1, TOKENS_PER_PASS // max(1, len(ids)))
     found: ScoredTokens = []
     for start in range(1, len(ids), size):

@@ -18,7 +18,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import RngStream, sequence_keys, uniform
 from unmask.errors import GenerationError
-from unmask.generation.canvas import check_canvas
+from unmask.generation.canvas import CanvasSettings, check_canvas
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
 from unmask.generation.revise import even_counts, loop_counts, plan_revisions
 from unmask.generation.speculation import num_columns
@@ -51,6 +51,7 @@ class Request:
     # for each block the most tokens that each step hides again; (): none
     revisions: tuple[list[int], ...] = ()
     limit: int | None = None  # where the result ends, before the last canvas does; None: at the end
+    canvas_steps: int | None = None  # on canvases of random tokens the most denoising steps of a block
 
     @property
     def length(self) -> int:
@@ -58,8 +59,15 @@ class Request:
         return len(self.ids)
 
     @property
+    def end(self) -> int:
+        """The end of the result."""
+        return self.length if self.limit is None else self.limit
+
+    @property
     def most_steps(self) -> int:
         """The denoising steps that it takes at most."""
+        if self.canvas_steps is not None:
+            return self.canvas_steps * len(self.blocks)
         return sum(self.hidden) if self.counts is None else sum(map(len, self.counts))
 
 
@@ -77,15 +85,18 @@ def _request(
     completion = prompt is not None
     revisions: tuple[list[int], ...] = ()
     counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
+    canvas_steps = None
     if lm.noise == "uniform":
-        counts = None
+        counts, canvas_steps = None, CanvasSettings.of(config).max_denoising_steps
     if config.revise is not None and counts is not None:
         planned = [plan_revisions(block, config.revise) for block in counts]
         counts, revisions = [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
     gaps = constrained_gaps(lm, ids, hidden, config, where, completion=completion)
     known, start = (ids, 0) if prompt is None else (prompt, len(prompt))
     stops = completion and config.stop_at_eos
-    return Request(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions)
+    return Request(
+        *(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions), canvas_steps=canvas_steps
+    )
 
 
 def make_requests(
@@ -109,9 +120,7 @@ def make_requests(
     requests = []
     for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, start = f"prompt {index}", len(prompt)
-        # canvases are whole
-        size = lm.block_size if lm.canvas and lm.block_size else 1
-        stop = start - config.max_new_tokens // -size * size
+        stop = start + completion_length(lm, config.max_new_tokens)
         if lm.context_length is not None and stop > lm.context_length:
             what = (
                 f"{start} prompt tokens and {stop - start} new ones exceed the context of {lm.context_length}"
@@ -171,6 +180,12 @@ def make_infill_requests(
         _check_blocks(len(blocks), config, f"steps and {where}")
         requests.append(_request(lm, None, ids, hidden, key, blocks, config, where))
     return requests
+
+
+def completion_length(lm: DiffusionLM, tokens: int) -> int:
+    """The tokens that are computed for a completion of `tokens`: DiffusionGemma's canvases are whole."""
+    size = lm.block_size if lm.canvas and lm.block_size else 1
+    return -(-tokens // size) * size
 
 
 def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:

@@ -84,7 +84,7 @@ def generate_ids(
             name: saved[name] for name in (*CANVAS_FIELDS, "entropy_bound") if saved.get(name) is not None
         } | given
     if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
-        asked |= {name: given.get(name) for name in ("temperature", "repetition_penalty")}
+        asked["temperature"] = given.get("temperature")
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
     if "eos_token_id" in given:
         ends = [*as_ids(given["eos_token_id"])]
@@ -97,7 +97,7 @@ def generate_ids(
             own["temperature"] = 1.0 if asked["temperature"] is None else asked["temperature"]
         own.setdefault("seed", int(torch.randint(2**31, ())))  # which `set_seed` of transformers decides
     if asked["max_new_tokens"] or asked["max_length"]:
-        own["max_new_tokens"] = asked["max_new_tokens"] or asked["max_length"] - input_ids.shape[1]
+        own["max_new_tokens"] = asked["max_new_tokens"] or int(asked["max_length"] or 0) - input_ids.shape[1]
     if asked["repetition_penalty"]:
         own["repetition_penalty"] = asked["repetition_penalty"]
     if asked["suppress_tokens"]:

@@ -9,12 +9,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
 
-from unmask.errors import ConfigError, first_line
+from unmask.errors import ConfigError, ModelError, first_line
+from unmask.models.diffusion_gemma import ADAPTED, TOWERS, Published
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -69,7 +70,7 @@ def checked_adapters(
             where=WHERE,
             remedy="Call get_peft_model without adapter_name, or merge them first",
         )
-    if saved and (reason := _unmergeable(adapted, peft_config)):
+    if saved and not adapted.canvas and (reason := _unmergeable(adapted, peft_config)):
         raise ConfigError(
             f"{_kind(peft_config)} adapters cannot be merged into the weights ({reason})",
             where="lora (peft_config)",
@@ -137,6 +138,8 @@ def _first_error(lm: DiffusionLM) -> str | None:
     try:
         with torch.no_grad(), evaluating(lm):
             lm.logits(torch.full((1, 2), lm.pad_token_id, device=lm.device))
+            if lm.canvas:
+                lm.mean_embeddings(torch.zeros(1, lm.vocab_size, device=lm.device))
     except Exception as error:  # modeling code raises anything
         return f"{type(error).__name__}: {first_line(error)}"
     return None
@@ -178,6 +181,8 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         )
     _refuse_kind(peft_config)
     peft_config = _without_fused_layers(lm, peft_config)
+    if lm.canvas:
+        peft_config = _of_text(peft_config)
     try:
         with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             return of_adapted(lm, _wrapped(lm.model, peft_config))
@@ -194,6 +199,19 @@ def _without_fused_layers(lm: DiffusionLM, peft_config: peft.PeftConfig) -> peft
         left_out = {f"{name.rpartition('.')[2]}.out_proj" for name in mambas}
         return replace(peft_config, exclude_modules=peft_config.exclude_modules or sorted(left_out))
     return peft_config
+
+
+def _of_text(peft_config: peft.PeftConfig) -> peft.PeftConfig:
+    """Let adapters of DiffusionGemma leave out what is not of the text and, where no layers are named, its
+    experts, routers and self-conditioning."""
+    named = getattr(peft_config, "target_modules", ())
+    unnamed = named is None and _kind(peft_config) == "LORA" and not peft_config.target_parameters
+    changes: dict[str, Any] = {"task_type": None}  # the class lacks methods that PEFT asks of causal models
+    if named == "all-linear" or unnamed:
+        changes["target_modules"] = ADAPTED
+    elif named and hasattr(peft_config, "exclude_modules"):
+        changes["exclude_modules"] = peft_config.exclude_modules or TOWERS
+    return replace(peft_config, **changes)
 
 
 def _refuse_kind(peft_config: peft.PeftConfig) -> None:
@@ -225,7 +243,11 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
 
     model.create_or_update_model_card = _no_card
     for config in model.peft_config.values():
-        config.task_type = config.task_type or "CAUSAL_LM"  # else PEFT names the stock class of the base
+        # else PEFT names the stock class of the base
+        config.task_type = None if lm.canvas else config.task_type or "CAUSAL_LM"
+    if lm.canvas:
+        model._get_base_model_class = _published_class
+        model.merge_and_unload = model.merge_adapter = refuse_merge
     adapted = lm.bind(model)
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):
@@ -240,6 +262,21 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
 
 def _no_card(folder: str) -> None:
     """Replaces PEFT's method, which writes a card without contents, or into the card that is there."""
+
+
+def _published_class(**_: Any) -> type:
+    """Replaces PEFT's method, which would name Unmask's class in the config of adapters."""
+    return Published
+
+
+def refuse_merge(*_: Any, where: str = "adapters", **__: Any) -> Never:
+    """Raise ModelError for adapters of DiffusionGemma, as in place of PEFT's methods that merge them."""
+    raise ModelError(
+        "the encoder and the decoder share the weights under their adapters, and merging would add the "
+        "changes of both to one tensor",
+        where=where,
+        remedy="Keep the adapters apart: unmask.load, and PEFT, read their folder with its base",
+    )
 
 
 def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
@@ -321,9 +358,11 @@ def starts_at_base(lm: DiffusionLM) -> bool:
 def merged(lm: DiffusionLM) -> DiffusionLM:
     """A copy of the model with its adapters merged into the weights. Quantized weights are dequantized, since
     rounding would lose most of the update. An embedding table and a head that were tied stay so only if the
-    adapters change both alike."""
+    adapters change both alike. Raises ModelError for DiffusionGemma, whose adapters stay apart."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
+    if lm.canvas:
+        refuse_merge()
     model = lm.frozen_copy().model
     config, tied = model.active_peft_config, _untie(model)
     if quantized(lm):

@@ -10,6 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from unmask.models.attention import AttentionMask, LayerKeys
 from unmask.models.kernels.log_softmax import at_least_float32
+
+ADAPTED = (
+    r"model\.(encoder\.language_model|decoder)\.layers\.\d+\."
+    r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+)
+"""The linear layers that get adapters, as in TRL: attention and the dense MLP of both stacks."""
+TOWERS = r"model\.encoder\.(?!language_model\b).*"
+"""The modules that are not of the text."""
 
 
 class DiffusionGemmaForBlockDiffusion(Published):
@@ -126,14 +135,19 @@ class DiffusionGemmaForBlockDiffusion(Published):
             soft_BKD = torch.zeros_like(hidden_BTD) if soft_BKD is None else soft_BKD.to(hidden_BTD.dtype)
             hidden_BTD = stack.self_conditioning(hidden_BTD, soft_BKD)
         rotary = {kind: stack.rotary_emb(hidden_BTD, position_BT, kind) for kind in stack.unique_layer_types}
-        for layer, kind in zip(stack.layers, self.config.text_config.layer_types, strict=True):
-            hidden_BTD = layer(
-                hidden_BTD,
+        kinds = self.config.text_config.layer_types
+        for layer, twin, kind in zip(stack.layers, self.model.decoder.layers, kinds, strict=True):
+            read = partial(
+                layer,
                 position_embeddings=rotary[kind],
                 attention_mask=None,
                 unmask_mask=mask,
                 unmask_keys=keys,
             )
+            if twin.gradient_checkpointing and twin.training and not is_canvas:
+                # transformers checkpoints the layers of the decoder alone
+                read = partial(twin._gradient_checkpointing_func, read)
+            hidden_BTD = read(hidden_BTD)
         return stack.norm(hidden_BTD)
 
     def mean_embeddings(self, share_NV: Tensor) -> Tensor:
@@ -156,8 +170,11 @@ def canvas_settings(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def freeze_towers(model: PreTrainedModel) -> None:
-    """Leave what is not of the text as it is."""
+def prepare(model: PreTrainedModel) -> None:
+    """Let a DiffusionGemma, also one that transformers loaded, take the arguments of `DiffusionLM.run_model`,
+    and leave what is not of the text as it is."""
+    if type(model) is Published:
+        model.__class__ = DiffusionGemmaForBlockDiffusion
     encoder: Any = model.model.encoder
     for name, part in encoder.named_children():
         if name != "language_model":

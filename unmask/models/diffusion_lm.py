@@ -703,9 +703,9 @@ class DiffusionLM(ModuleMethods):
         from unmask.models.adapters import merged
 
         fields = card_fields(repo_id, card)
+        whole = merged(self) if merge_adapters and hasattr(self.model, "merge_and_unload") else self
         name = hf_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
         with TemporaryDirectory() as folder:
-            whole = merged(self) if merge_adapters and hasattr(self.model, "merge_and_unload") else self
             whole.save(folder, max_shard_size=max_shard_size, card=replace(fields, repo_id=name))
             found: Any = upload_model(
                 folder,

@@ -34,7 +34,7 @@ from unmask.models.attention import ATTENTION_NAME, attention_layers
 from unmask.models.auto_config import READ_AS, SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
-from unmask.models.diffusion_gemma import canvas_settings, freeze_towers
+from unmask.models.diffusion_gemma import canvas_settings, prepare
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.family import Family
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
@@ -251,6 +251,8 @@ def load(
         return stored_adapters(make_diffusion(lm.model, tokenizer, **settings), folder)
     refuse_pickled(folder, variant)
     quantized = quantization or quantization_config
+    if quantized:
+        refuse_quantized(config)
     weight_dtype = _saved_dtype(config, folder, variant) if dtype == "auto" else _dtype(dtype)
     if quantized and dtype == "auto" and weight_dtype == torch.float64:  # in which they do not compute
         weight_dtype = torch.float32
@@ -288,7 +290,7 @@ def check_patterns(
     how = {name: value for name, value in arguments.items() if name in DOWNLOADING}
     folder = fetched(path_or_id, weights=False, **how)
     config, _ = read_config(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
-    refuse_unsupported(config, [pattern_settings(config, each, 1, None)["attention"] for each in patterns])
+    refuse_unsupported(config, [pattern_settings(config, each, None, None)["attention"] for each in patterns])
 
 
 def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionName]) -> None:
@@ -303,6 +305,17 @@ def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionNam
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     for attention in patterns:
         check_architecture(model, attention)
+
+
+def refuse_quantized(config: PretrainedConfig) -> None:
+    """Raise ModelError for DiffusionGemma."""
+    if canvas_settings(config):
+        raise ModelError(
+            "bitsandbytes quantizes neither stacked experts nor weights that encoder and decoder share, "
+            "which are almost all of the model",
+            where="quantization",
+            remedy="Load it in bfloat16, and train adapters (LoRA)",
+        )
 
 
 def _refuse_others(given: Mapping[str, Any]) -> None:
@@ -510,7 +523,7 @@ def make_diffusion(
     if canvas_settings(model.config):
         if tokenizer.mask_token_id is None:  # it marks hidden tokens in texts, and the model never reads it
             tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
-        freeze_towers(model)
+        prepare(model)
     else:
         _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx

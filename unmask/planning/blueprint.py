@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
@@ -29,15 +33,30 @@ from transformers.pytorch_utils import Conv1D
 
 from unmask.config.run import AttentionName, ModelConfig
 from unmask.errors import ConfigError
-from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_layers, make_mask
+from unmask.models.attention import (
+    ATTENTION_NAME,
+    DEFAULT_BLOCK,
+    AttentionMask,
+    Layout,
+    attention_layers,
+    make_mask,
+)
 from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_gemma import (
+    ADAPTED,
+    TOWERS,
+    DiffusionGemmaForBlockDiffusion,
+    canvas_settings,
+)
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import (
+    NO_NOISE,
     Quantization,
     check_recurrent,
     check_vocabulary,
     make_diffusion,
     pattern_settings,
+    refuse_quantized,
 )
 from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.models.model_paths import fetched
@@ -85,7 +104,12 @@ class ModelSpec:
     @property
     def stock(self) -> bool:
         """Whether it is a causal model that Unmask has not converted."""
-        return getattr(self.config, SETTINGS_KEY, None) is None
+        return getattr(self.config, SETTINGS_KEY, None) is None and not self.canvas
+
+    @property
+    def canvas(self) -> bool:
+        """Whether it is DiffusionGemma."""
+        return bool(canvas_settings(self.config))
 
     @property
     def recurrent(self) -> bool:
@@ -110,14 +134,18 @@ class ModelSpec:
             "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
             "attention": lm.attention,
             "attention block": str(lm.block_size or "-"),
-            "mask token": f"{mask} ({lm.mask_token_id})"
+            "mask token": "-"
+            if lm.canvas
+            else f"{mask} ({lm.mask_token_id})"
             + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
             "noise": lm.noise,
             "logit shift": "yes: the output at position i - 1 predicts token i" if lm.logit_shift else "no",
         }
 
     def changes(self) -> dict[str, str]:
-        """The changes that a conversion would make, by name."""
+        """The changes that a conversion would make, by name; empty: the model is not converted."""
+        if self.canvas:
+            return {}
         lm, vocabulary = self._fake_lm
         table = lm.model.get_input_embeddings().weight.shape[0]
         new = self.tokenizer.mask_token_id is None
@@ -149,13 +177,17 @@ class ModelSpec:
         lora_rank: int | None,
         *,
         quantization: Quantization | None = None,
+        canvases: int = 0,
     ) -> Workload:
         """The workload to estimate. `attention` None: as saved; for a stock model, a conversion to
-        bidirectional attention, or to block-causal attention if it has recurrent layers.
+        bidirectional attention, or to block-causal attention if it has recurrent layers. `canvases`: of
+        DiffusionGemma, those of a sequence that are noised in place of copies, and conditioned on what a
+        first pass predicts.
 
         Raises:
-            ModelError: bidirectional attention for such a model.
-            ConfigError: rows longer than the model's context, or quantized weights without adapters.
+            ModelError: bidirectional attention for such a model, or a quantized DiffusionGemma.
+            ConfigError: rows longer than the model's context, quantized weights without adapters, or copies
+                and canvases.
         """
         if quantization and lora_rank is None:
             raise ConfigError(
@@ -163,6 +195,11 @@ class ModelSpec:
                 where="quantization",
                 remedy="Train adapters (LoRA), or leave it out",
             )
+        if quantization:
+            refuse_quantized(self.config)
+        if self.canvas and canvases and copies > 1:
+            what = "a DiffusionGemma has canvases in place of noised copies"
+            raise ConfigError(what, where="copies", remedy="Leave it out")
         sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
         if self.context is not None and sequence_length > self.context:
             raise ConfigError(
@@ -179,16 +216,20 @@ class ModelSpec:
             attention=chosen,
             noise=self.settings_for(chosen).get("noise", "masked"),
             copies=copies,
+            canvas=canvases * (self.settings["block_size"] or 0) if self.canvas else 0,
+            forward_only_passes=int(self.canvas and canvases > 0),
             lora_rank=lora_rank,
             quantization=quantization,
         )
 
     def settings_for(self, attention: AttentionName) -> dict[str, Any]:
-        """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to
+        """Attention pattern, block size, logit shift and noise: the saved ones, or those of a conversion to
         `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
+        noise = {name: self.settings[name] for name in NO_NOISE if name in self.settings}
         return {
+            **(noise if attention != "causal" else {}),
             "attention": attention,
             "block_size": DEFAULT_BLOCK if attention == "block_causal" else None,
             "logit_shift": None,
@@ -200,8 +241,6 @@ class ModelSpec:
         saved = self._counted(saved_bytes, work)
         one_row, two_rows = map(round, saved.tolist())
         model, text = lm.model, self.config.get_text_config()
-        heads = text.num_attention_heads
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Network(
             parameters=sum(weight.numel() for weight in model.parameters()),
             tensors=sum(1 for _ in model.parameters()),
@@ -211,12 +250,14 @@ class ModelSpec:
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=model.get_input_embeddings().weight.shape[0],
-            attention_width=heads * head_width,
+            attention_width=mean(width for width, _ in attention_widths(model)),
             attention_layers=len(attention_layers(model)) if lm.recurrent else text.num_hidden_layers,
-            key_width=(getattr(text, "num_key_value_heads", None) or heads) * head_width,
+            key_width=mean(width for _, width in attention_widths(model)),
             tied=is_tied(model),
             saved_fixed=2 * one_row - two_rows,
             saved_per_row=two_rows - one_row,
+            capped=getattr(text, "final_logit_softcapping", None) is not None,
+            **(_of_two_stacks(model) if lm.canvas else {}),
         )
 
     def pass_costs(self, work: Workload) -> PassCosts:
@@ -277,8 +318,8 @@ class ModelSpec:
     @property
     def depths(self) -> tuple[int, int]:
         """Layers of two small models that are timed: their difference is that of a layer (of a group of
-        layers of different kinds, if some are recurrent), the rest is independent of depth."""
-        if not self.recurrent:
+        layers, if they are of different kinds), the rest is independent of depth."""
+        if not (self.recurrent or self.canvas):
             return SHALLOW, DEEPER
         text: Any = self.config.get_text_config()
         layers, kinds = text.num_hidden_layers, by_layer(text).values()
@@ -314,17 +355,51 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+def read_by_tokens(model: Any) -> nn.Module:
+    """What every token of a text passes through: the model, or of DiffusionGemma the layers of the decoder,
+    which has those of the encoder."""
+    return model.model.decoder.layers if isinstance(model, DiffusionGemmaForBlockDiffusion) else model
+
+
+def attention_widths(model: Any) -> list[tuple[int, int]]:
+    """Number of heads times head width, of the queries and of the keys, of one layer or of all."""
+    text = model.config.get_text_config()
+    if canvas_settings(model.config):  # whose layers are unlike
+        layers: Any = attention_layers(model.model.decoder)
+        return [(layer.q_proj.out_features, layer.k_proj.out_features) for layer in layers]
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return [(heads * width, (getattr(text, "num_key_value_heads", None) or heads) * width)]
+
+
+def _of_two_stacks(model: Any) -> dict[str, Any]:
+    """The fields of a `Network` that DiffusionGemma has for its encoder and decoder."""
+    adapted = (
+        part for name, part in model.named_modules() if ".decoder." in name and re.fullmatch(ADAPTED, name)
+    )
+    return {
+        "stacks": 2,
+        "adapted": tuple(_shapes(adapted)),
+        "canvas_weights": sum(map(math.prod, _shapes(model.model.decoder.self_conditioning.modules()))),
+        "frozen": sum(weight.numel() for weight in model.parameters() if not weight.requires_grad),
+    }
+
+
 def linear_shapes(model: Any) -> list[tuple[int, int]]:
-    """Input and output width of every matrix except the output head."""
-    head = model.get_output_embeddings()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    shapes = [(module.in_features, module.out_features) for module in linears]
-    return shapes + [tuple(module.weight.shape) for module in model.modules() if isinstance(module, Conv1D)]
+    """Input and output width of every matrix that a token is multiplied with, except the output head."""
+    modules = [*read_by_tokens(model).modules()]
+    shapes = _shapes(module for module in modules if module is not model.get_output_embeddings())
+    return shapes + [tuple(module.weight.shape) for module in modules if isinstance(module, Conv1D)]
+
+
+def _shapes(modules: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Input and output width of the linear layers."""
+    return [(part.in_features, part.out_features) for part in modules if isinstance(part, nn.Linear)]
 
 
 def expert_stacks(model: Any) -> list[Tensor]:
     """The weights of experts, which transformers stacks along a first dimension."""
-    modules = [module for module in model.modules() if not isinstance(module, nn.Conv1d)]
+    modules = [module for module in read_by_tokens(model).modules() if not isinstance(module, nn.Conv1d)]
     return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 3]
 
 
@@ -335,14 +410,16 @@ def expert_shapes(model: Any) -> list[tuple[int, int]]:
 
 def expert_fraction(model: Any) -> float:
     """The fraction of the experts that process a token; 1 without experts."""
-    stacks = expert_stacks(model)
-    return model.config.get_text_config().num_experts_per_tok / len(stacks[0]) if stacks else 1.0
+    stacks, text = expert_stacks(model), model.config.get_text_config()
+    chosen = ("num_experts_per_tok", "top_k_experts")[hasattr(text, "top_k_experts")]
+    return getattr(text, chosen) / len(stacks[0]) if stacks else 1.0
 
 
 def describe_size(model: Any) -> str:
-    """The number of parameters and, for a mixture of experts, how many are active for a token."""
+    """The number of parameters and, for a mixture of experts, how many are active for a token of a text."""
     total = sum(weight.numel() for weight in model.parameters())
-    idle = (1 - expert_fraction(model)) * sum(
+    idle = sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)  # of towers
+    idle += (1 - expert_fraction(model)) * sum(
         width_in * width_out for width_in, width_out in expert_shapes(model)
     )
     return f"{total:,}" + (f", {round(total - idle):,} active" if idle else "")
@@ -381,7 +458,13 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     text: Any = config.get_text_config()
     for name, value in by_layer(text).items():
         setattr(text, name, (value * layers)[:layers])
+    unlike, before = text.to_dict().get("per_layer_config"), text.num_hidden_layers
     text.num_hidden_layers = layers
+    if unlike:
+        sources = {number: str(number % before) for number in range(layers)}
+        text.per_layer_config = {
+            number: unlike[source] for number, source in sources.items() if source in unlike
+        }
     return config
 
 
@@ -390,7 +473,8 @@ def layer_stacks(model: Any) -> dict[str, nn.ModuleList]:
     layers, found = model.config.get_text_config().num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in model.base_model.named_modules():
         within = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList) and len(module) == layers and not within:
+        tower = canvas_settings(model.config) and re.fullmatch(TOWERS, f"model.{name}")
+        if isinstance(module, nn.ModuleList) and len(module) == layers and not (within or tower):
             found[name] = module
     return found
 
@@ -442,6 +526,11 @@ def saved_bytes(
     """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one
     row, and of two."""
     model.requires_grad_(True)  # `count_passes` leaves it to adapters
+    if work.lora_rank and canvas_settings(model.config):  # its experts, which keep most, never have adapters
+        model.requires_grad_(False)
+        for name, module in model.named_modules():
+            if re.fullmatch(ADAPTED, name) or isinstance(module, nn.Embedding):
+                module.requires_grad_(True)
     return [_saved_bytes(model, pattern, work, reading, rows) for rows in (1, 2)]
 
 
@@ -472,18 +561,58 @@ def hidden_states(
 ) -> Tensor:
     """The hidden states before the output head, [B, T, D], of a pass of `batch` rows that is watched."""
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
-    layout = Layout.full(work.sequence_length, torch.device("cpu"))
-    if work.attention == "block_causal":
-        layout = layout.with_noised_copies(work.copies)
-    mask = make_mask(work.attention, pattern["block_size"], layout, layout)
+    layout = row_layout(pattern, work, torch.device("cpu"))
+    canvas = canvas_settings(model.config)
+    mask = row_mask(pattern, work, layout, canvas=bool(canvas))
     if reading:
         mask = replace(mask, recurrence=reading.to(torch.device("cpu")))  # as fake tensors
     position_BT = layout.position_BT.expand(batch, -1)
-    ids_BT = torch.zeros_like(position_BT)
+    inputs = {"input_ids": torch.zeros_like(position_BT), "position_ids": position_BT, "unmask_mask": mask}
     with watch, compute:
-        return model.base_model(
-            input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask
-        )[0]
+        if canvas:
+            return _before_head(model, **inputs, unmask_canvas=range(work.noised_length))
+        return model.base_model(use_cache=False, **inputs)[0]
+
+
+def row_layout(pattern: Mapping[str, Any], work: Workload, device: torch.device) -> Layout:
+    """The layout of a row: the last canvases of a text and the text, noised copies and clean tokens, or the
+    tokens alone."""
+    if not work.canvas:
+        layout = Layout.full(work.sequence_length, device)
+        return layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
+    number_T = torch.arange(work.canvas, device=device)
+    first = max(0, work.sequence_length - work.canvas)
+    position_T = torch.cat([first + number_T, torch.arange(work.sequence_length, device=device)])
+    copy_T = F.pad(1 + number_T // pattern["block_size"], (0, work.sequence_length))
+    return Layout(torch.ones_like(position_T)[None], position_T[None], copy_T[None])
+
+
+def row_mask(pattern: Mapping[str, Any], work: Workload, layout: Layout, *, canvas: bool) -> AttentionMask:
+    """The mask of a row. `canvas`: of DiffusionGemma."""
+    return make_mask(
+        *(work.attention, pattern["block_size"], layout, layout), causal_context=canvas, windows=canvas
+    )
+
+
+class _HeadReached(Exception):
+    """Has the hidden states that the head would read."""
+
+
+def _before_head(model: Any, **inputs: Any) -> Tensor:
+    """The hidden states [B, T, D] of a pass that ends before the head."""
+
+    def stop(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        raise _HeadReached(given[0])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(stop)
+    try:
+        model(**inputs)
+    except _HeadReached as reached:
+        found: Tensor = reached.args[0]
+        return found
+    finally:
+        hook.remove()
+    raise AssertionError("the head was not called")
 
 
 WITHOUT_KERNEL = {

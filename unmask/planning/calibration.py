@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,15 +25,23 @@ from unmask.diffusion.mixing import Mixing, RandomTokens
 from unmask.diffusion.schedules import Noise
 from unmask.diffusion.views import MaskRNG, Views, mixed_views
 from unmask.models.adapters import with_adapters
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.load import make_diffusion
-from unmask.planning.blueprint import WEIGHTS, ModelSpec, architecture, with_layers
+from unmask.planning.blueprint import (
+    WEIGHTS,
+    ModelSpec,
+    architecture,
+    row_layout,
+    row_mask,
+    with_layers,
+)
 from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
 
 CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
+P_UNIFORM = 0.1  # of hybrid noise, whose cost does not depend on it
 MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
@@ -59,7 +68,8 @@ class Step:
             + 1
         )
         self.documents_BT = None if work.documents == 1 else document_T.expand_as(self.ids_BT)
-        self.views = self._views(generator)
+        if not work.canvas:
+            self.views = self._views(generator)
 
     def _views(self, generator: torch.Generator) -> Views:
         if self.lm.noise != "masked":
@@ -81,8 +91,27 @@ class Step:
     def forward(self) -> Tensor:
         mixed = self.work.precision == "mixed"
         with torch.autocast(self.lm.device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
+            if self.work.canvas:
+                return self._loss_of_canvases()
             log_prob_BMT = view_log_probs(self.lm, self.ids_BT, self.documents_BT, self.views)
             return weighted_cross_entropy(log_prob_BMT, self.views) / self.ids_BT.numel()
+
+    def _loss_of_canvases(self) -> Tensor:
+        """The loss of canvases that are conditioned on a first pass, and of the clean tokens after them."""
+        lm, work, pattern = self.lm, self.work, {"block_size": self.lm.block_size}
+        layout = row_layout(pattern, work, lm.device)
+        mask = row_mask(pattern, work, layout, canvas=True)
+        ids_BT = torch.cat([self.ids_BT[:, :1].expand(-1, work.canvas), self.ids_BT], 1)
+        index_N = torch.arange(ids_BT.numel(), device=lm.device)
+        inputs = ForwardInputs(ids_BT, layout, mask, index_N, canvas=range(work.canvas))
+        of_canvases_N = index_N.view(ids_BT.shape)[:, : work.canvas].flatten()
+        with torch.no_grad():
+            hidden_ND = lm.hidden_states(replace(inputs, index_N=of_canvases_N))
+            head, soft = lm.model.get_output_embeddings(), list[Tensor]()
+            for hidden_KD in hidden_ND.split(work.canvas):  # row by row
+                soft.append(lm.mean_embeddings(head.forward(hidden_KD).float().softmax(-1)))
+            soft_BKD = torch.stack(soft)
+        return -lm.log_probs(replace(inputs, soft_BKD=soft_BKD), ids_BT.flatten()).mean()
 
     def __call__(self) -> tuple[float, float]:
         """Run a step. Returns the seconds of the forward and backward pass, and those of the update."""
@@ -189,4 +218,6 @@ def build_model(
     config = blueprint.config if layers is None else with_layers(blueprint.config, layers)
     model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
+    if lm.noise != work.noise:
+        lm = lm.with_noise(work.noise, P_UNIFORM if work.noise == "hybrid" else None)
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

@@ -19,7 +19,8 @@ Optimizer = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation. Measure them again when the attention function or the output head changes.
 HIDDEN_FRACTION = 0.5  # of the tokens, predicted in a row with masks; other rows predict all
-# float32 copies of a chunk of logits in the backward pass of its softmax; half as many in that of the head
+# float32 copies of a chunk of logits in the backward pass of its softmax, and one more of capped logits; half
+# as many in that of the head
 LOGIT_COPIES = 2
 # activation gradients within a layer's backward pass, as a fraction of the bytes the layer saved
 LAYER_WORKSPACE = 0.2
@@ -53,14 +54,21 @@ class Network:
     layers: int
     hidden: int  # hidden width
     vocabulary: int  # rows of the embedding table
-    attention_width: int  # number of heads times head width
+    attention_width: float  # number of heads times head width, the mean of all layers with attention
     attention_layers: int  # those with keys and values: not recurrent ones
-    key_width: int  # number of key heads times head width
+    key_width: float  # number of key heads times head width, likewise
     tied: bool  # whether the output head is the embedding table
     saved_fixed: int  # bytes saved for the backward pass independently of the batch: masks, casts of weights
     saved_per_row: int  # bytes saved for the backward pass per row of the batch
     experts: tuple[tuple[int, int], ...] = ()  # input and output width of every matrix of every expert
     expert_fraction: float = 1.0  # fraction of the experts that process a token
+    capped: bool = False  # whether the logits have a soft cap
+    frozen: int = 0  # parameters that are never trained: those of vision towers
+    # stacks of layers that share these weights: in DiffusionGemma one for clean tokens, one for canvases
+    stacks: int = 1
+    # input and output width of every matrix of a stack that gets adapters; None: of `linears` and `experts`
+    adapted: tuple[tuple[int, int], ...] | None = None
+    canvas_weights: int = 0  # of matrices that only the tokens of canvases are multiplied with
 
     @property
     def linear_weights(self) -> int:
@@ -76,9 +84,14 @@ class Network:
         return self.linear_weights + self.expert_fraction * self.expert_weights
 
     def adapter_parameters(self, rank: int) -> int:
-        """Number of parameters of low-rank adapters on every linear layer except the head, and on every
-        expert."""
-        return rank * sum(width_in + width_out for width_in, width_out in (*self.linears, *self.experts))
+        """Number of parameters of low-rank adapters, which every stack has of its own."""
+        adapted = (*self.linears, *self.experts) if self.adapted is None else self.adapted
+        return self.stacks * rank * sum(width_in + width_out for width_in, width_out in adapted)
+
+    @property
+    def adapted_linears(self) -> tuple[tuple[int, int], ...]:
+        """Input and output width of every linear layer of a stack that gets adapters."""
+        return self.linears if self.adapted is None else self.adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +104,9 @@ class Workload:
     attention: AttentionName = "bidirectional"
     noise: NoiseName = "masked"
     copies: int = 1  # noised copies of a sequence: 2 for complementary masks
+    # of DiffusionGemma, tokens of the canvases of a sequence, in place of its noised copies; the encoder's
+    # next tokens are predicted, too
+    canvas: int = 0
     # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
     precision: Precision = "float32"
     checkpointing: bool = False  # save only each layer's input, and recompute the rest
@@ -120,6 +136,7 @@ class Workload:
             f"{self.sequence_length} tokens",
             self.attention,
             f"{self.copies} noised copies" if self.copies > 1 else "",
+            f"canvases of {self.canvas}" if self.canvas else "",
             f"LoRA of rank {self.lora_rank}" if self.lora_rank else "",
             f"{self.quantization} weights" if self.quantization else "",
         ]
@@ -131,8 +148,15 @@ class Workload:
         return self.batch * (1 if self.attention == "block_causal" else self.copies)
 
     @property
+    def noised_length(self) -> int:
+        """Noised tokens of a row, besides its clean ones."""
+        if self.attention != "block_causal":
+            return 0
+        return self.canvas or self.sequence_length * self.copies
+
+    @property
     def row_length(self) -> int:
-        return self.sequence_length * (self.copies + 1 if self.attention == "block_causal" else 1)
+        return self.sequence_length + self.noised_length
 
     @property
     def tokens(self) -> int:
@@ -155,6 +179,8 @@ class Workload:
         """Number of predicted tokens, that is rows of logits."""
         masked = self.attention != "causal" and self.noise == "masked"
         fraction = HIDDEN_FRACTION if masked else 1
+        if self.canvas:
+            return self.batch * self.row_length
         return self.batch * self.copies * self.sequence_length * fraction
 
 
@@ -188,9 +214,10 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     if work.shards > 1:  # the weights of the current layer and the next one
         in_layers = network.linear_weights + network.expert_weights
         gathered = 2 * in_layers / network.layers * WEIGHT_BYTES[work.precision]
+    copies = LOGIT_COPIES + (1 if network.capped else 0)
     held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
-        (held, activations, LOGIT_COPIES * chunk, 0.0),
+        (held, activations, copies * chunk, 0.0),
         (max(held, table / work.shards), activations, LOGIT_COPIES / 2 * chunk, 0.0),
         (max(held, table / work.shards), activations, 0.0, backward),
         (gradients, activations / network.layers, 0.0, max(backward, table if network.tied else 0.0)),
@@ -245,7 +272,9 @@ def host_seconds(network: Network, work: Workload) -> float:
 
 def trained_parameters(network: Network, work: Workload) -> int:
     """Number of trained parameters: all weights, or those of adapters."""
-    return network.adapter_parameters(work.lora_rank) if work.lora_rank else network.parameters
+    if work.lora_rank:
+        return network.adapter_parameters(work.lora_rank)
+    return network.parameters - network.frozen
 
 
 def _activations(network: Network, work: Workload) -> tuple[float, float]:
@@ -264,13 +293,18 @@ def matmul_flops(network: Network, work: Workload) -> float:
     chunked = work.predicted * network.vocabulary > work.logits_at_once
     table, weights = network.hidden * network.vocabulary, network.multiplied_weights
     head = work.predicted * table * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
-    adapters = network.adapter_parameters(work.lora_rank or 0) * (8 if work.checkpointing else 6)
+    adapters = network.adapter_parameters(work.lora_rank or 0) / network.stacks
+    adapters *= 8 if work.checkpointing else 6
+    of_canvases = work.rows * work.noised_length * network.canvas_weights * work.flops_per_weight
     teacher = 2 * work.batch * work.sequence_length * (weights + table) if work.teacher else 0
-    return work.tokens * (weights * work.flops_per_weight + adapters) + head + teacher
+    return work.tokens * (weights * work.flops_per_weight + adapters) + of_canvases + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:
     """FLOPs of the attention of a forward and backward pass: two products over the full square of the row
-    length, even under a mask."""
-    forward = 4 * work.tokens * work.row_length * network.attention_width * network.attention_layers
+    length, even under a mask. Clean tokens with a stack of their own read one another alone."""
+    pairs = work.row_length**2
+    if network.stacks > 1:
+        pairs -= work.sequence_length * work.noised_length
+    forward = 4 * work.rows * pairs * network.attention_width * network.attention_layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))

@@ -180,7 +180,11 @@ class StepEstimator:
     @functools.cached_property
     def cost_of_generation(self) -> PassCost:
         """The cost of a pass of generation, with bfloat16 weights: recurrent layers read one block in it, and
-        all blocks in a training step."""
+        all blocks in a training step; of DiffusionGemma the decoder alone reads a canvas."""
+        if self.blueprint.canvas:
+            block = self.blueprint.settings["block_size"]
+            one = dataclasses.replace(self.work, sequence_length=0, canvas=block, precision="bfloat16")
+            return self.blueprint.pass_costs(one).forward
         if not (self.blueprint.recurrent and self.work.attention == "block_causal"):
             return self.costs("bfloat16").forward
         block = self.blueprint.settings_for("block_causal")["block_size"]
@@ -196,7 +200,14 @@ class StepEstimator:
         network, cost = self.network(recipe.workload(self.work).precision), self.cost_of_generation
         times = {}
         for batch in GENERATION_BATCHES:
-            work = DenoisingPass(context=context, attention=attention, block=block, batch=batch)
+            work = DenoisingPass(
+                context=context,
+                attention=attention,
+                block=block,
+                noise=self.work.noise,
+                conditioned=self.blueprint.canvas,
+                batch=batch,
+            )
             if (time := pass_time(network, cost, work, recipe.hardware.devices[0])) is not None:
                 times[batch] = time
         return times

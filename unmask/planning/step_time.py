@@ -14,7 +14,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unmask.config.run import AttentionName, DeviceConfig
+from unmask.config.run import AttentionName, DeviceConfig, NoiseName
 from unmask.planning.cost_model import (
     HIDDEN_FRACTION,
     WEIGHT_BYTES,
@@ -71,6 +71,8 @@ LAUNCHES_OF_SAMPLER = 55
 """Launches of a pass of generation: inputs, head, choice of tokens and bookkeeping."""
 LAUNCHES_OF_DRAW = 25
 """Launches of a pass of generation above temperature 0."""
+LAUNCHES_OF_CANVAS = 350
+"""The same of a pass over a canvas of random tokens, in place of these two."""
 
 TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
 """Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and
@@ -106,6 +108,9 @@ class DenoisingPass:
     # tokens of an attention block; None: bidirectional attention reads the whole sequence in every pass
     block: int | None = None
     attention: AttentionName = "bidirectional"
+    noise: NoiseName = "masked"
+    # of DiffusionGemma, which also computes the mean embedding of what it predicts
+    conditioned: bool = False
     batch: int = 1  # sequences
     drawn: bool = False  # whether tokens are drawn at random: temperature above 0
 
@@ -122,13 +127,17 @@ class DenoisingPass:
     @property
     def predicted(self) -> float:
         """Tokens of a sequence for which the pass computes logits."""
+        fraction = HIDDEN_FRACTION if self.noise == "masked" else 1
         if self.attention == "bidirectional":  # half of the context is the completion
-            return self.context / 2 * HIDDEN_FRACTION
-        return 1 if self.attention == "causal" else self.tokens * HIDDEN_FRACTION
+            return self.context / 2 * fraction
+        return 1 if self.attention == "causal" else self.tokens * fraction
 
     @property
     def reads(self) -> float:
-        """Host reads: at the end of a block, whether a sequence has ended. A pass reveals one token."""
+        """Host reads: at the end of a block, whether a sequence has ended. A pass reveals one token; one over
+        random tokens may be the last of its canvas."""
+        if self.noise == "uniform":
+            return 1.0
         return 1 / self.tokens if self.cached else 0.0
 
 
@@ -174,7 +183,7 @@ def step_launches(network: Network, costs: PassCosts, work: Workload) -> float:
     forward, backward = costs.forward.launches, costs.backward.launches
     noise = 0 if work.attention == "causal" else LAUNCHES_OF_NOISE * work.plans
     if work.lora_rank:
-        backward += LAUNCHES_OF_ADAPTER[work.precision] * len(network.linears)
+        backward += LAUNCHES_OF_ADAPTER[work.precision] * network.stacks * len(network.adapted_linears)
     both = forward * (2 if work.checkpointing else 1) + backward + LAUNCHES_OF_HEAD
     update = LAUNCHES_PER_PARAMETER[work.optimizer] * network.tensors
     # the second time to compare its predictions
@@ -195,7 +204,7 @@ def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
     if work.lora_rank:
         of_input, of_output = TRAFFIC_OF_ADAPTER[work.precision]
         backward += work.tokens * sum(
-            of_input * width_in + of_output * width_out for width_in, width_out in network.linears
+            of_input * width_in + of_output * width_out for width_in, width_out in network.adapted_linears
         )
     logits = 4 * PASSES_OVER_LOGITS * work.predicted * network.vocabulary
     both = forward * (2 if work.checkpointing else 1) + backward + logits
@@ -240,7 +249,8 @@ def pass_launches(network: Network, cost: PassCost, work: DenoisingPass) -> floa
     """Launches of a pass of generation."""
     cache = LAUNCHES_OF_CACHE * network.attention_layers if work.cached else 0
     draw = LAUNCHES_OF_DRAW if work.drawn else 0
-    return cost.launches + cache + LAUNCHES_OF_SAMPLER + draw
+    sampler = LAUNCHES_OF_CANVAS if work.noise == "uniform" else LAUNCHES_OF_SAMPLER + draw
+    return cost.launches + cache + sampler
 
 
 def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: DeviceConfig) -> StepTime | None:
@@ -249,8 +259,9 @@ def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: Dev
     if device.tflops is None or device.bandwidth_gb_s is None:
         return None
     tokens, predicted = work.batch * work.tokens, work.batch * work.predicted
-    peak, head = device.tflops * 1e12, network.hidden * network.vocabulary
-    products = 2 * (tokens * network.multiplied_weights + predicted * head) / (peak * MATMUL_EFFICIENCY)
+    peak, head = device.tflops * 1e12, network.hidden * network.vocabulary * (2 if work.conditioned else 1)
+    multiplied = network.multiplied_weights + network.canvas_weights
+    products = 2 * (tokens * multiplied + predicted * head) / (peak * MATMUL_EFFICIENCY)
     products += (
         4
         * tokens
@@ -262,7 +273,9 @@ def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: Dev
     experts = network.expert_weights * min(1.0, network.expert_fraction * tokens)
     keys = 2 * work.batch * work.context * network.key_width * network.attention_layers if work.cached else 0
     bandwidth = device.bandwidth_gb_s * 1e9 * BANDWIDTH_EFFICIENCY
-    weights = WEIGHT_BYTES["bfloat16"] * (network.linear_weights + experts + head + keys) / bandwidth
+    weights = WEIGHT_BYTES["bfloat16"] * (
+        (network.linear_weights + network.canvas_weights + experts + head + keys) / bandwidth
+    )
     return StepTime(
         arithmetic=products if products > weights else 0.0,
         memory=cost.traffic(tokens) / bandwidth + (weights if weights >= products else 0.0),

@@ -676,7 +676,7 @@ class GRPOConfig(TrainingConfig):
         if get_method(self.method).estimator != "token":
             return
         sampler = self.sampler(self.temperature, "uniform")
-        for name in ("top_p", "top_k", "min_p", "allowed_tokens", "forbidden_tokens"):
+        for name in (*LIKELY_TOKENS[:4], "constraint", "allowed_tokens", "forbidden_tokens"):
             if name in sampler.of_texts:
                 what = "changes the last prediction, on which each step of this model is conditioned"
                 where = SAMPLED_BY.get(name, f"generation_kwargs.{name}")

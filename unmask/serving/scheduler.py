@@ -302,7 +302,7 @@ class Scheduler:
                 model, work, version, timeout, since, self._forget, prepared=weights is not None
             )
             for index, each in enumerate(work):
-                watched = Watched(each.request, self.models[model].lm.mask_token_id) if each.frames else None
+                watched = Watched(each.request) if each.frames else None
                 self._queue.push(
                     QueueEntry(submission, index, watched, each.request.most_steps), owner, priority
                 )

@@ -28,7 +28,7 @@ from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, columns
 from unmask.models.attention import Layout, make_mask
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
-from unmask.models.hooks.head import Reduction
+from unmask.models.hooks.head import Reduction, flat_indices
 from unmask.models.kernels.log_softmax import at_least_float32
 from unmask.models.model_state import training_only
 from unmask.supervised.extra_objective import Objective, ObjectiveLoss, Plan
@@ -107,18 +107,24 @@ def canvas_inputs(
     copy_M = torch.arange(1, start_BM.shape[1] + 1, device=ids_BT.device)
     offset_K = torch.arange(count, device=ids_BT.device)
 
-    def with_clean(of_canvases: Tensor, clean_BT: Tensor) -> Tensor:
-        return torch.cat([of_canvases.expand_as(seen_BMK).flatten(1), clean_BT], 1)
-
+    document_BMK, copy_BMK, start_BMK = (
+        each.expand_as(seen_BMK)
+        for each in (document_BM[..., None], copy_M[None, :, None], first_BM[..., None])
+    )
     whole = Layout(
-        with_clean(document_BM[..., None], layout.document_BT),
-        with_clean(first_BM[..., None] + offset_K, layout.position_BT),
-        with_clean(copy_M[None, :, None], layout.copy_BT),
-        with_clean(first_BM[..., None], layout.position_BT),  # a clean token is a block of its own
+        with_clean(document_BMK, layout.document_BT),
+        with_clean(start_BMK + offset_K, layout.position_BT),
+        with_clean(copy_BMK, layout.copy_BT),
+        with_clean(start_BMK, layout.position_BT),  # a clean token is a block of its own
     )
     mask = make_mask("block_causal", lm.block_size, whole, whole, causal_context=True, windows=True)
     canvas = range(seen_BMK[0].numel())
     return ForwardInputs(with_clean(seen_BMK, ids_BT), whole, mask, canvas=canvas)
+
+
+def with_clean(of_canvases_BMK: Tensor, clean_BT: Tensor) -> Tensor:
+    """Values of the tokens of canvases, then of clean rows, in the order of a pass [B, M * K + T]."""
+    return torch.cat([of_canvases_BMK.flatten(1), clean_BT], 1)
 
 
 class CanvasObjective(Objective):
@@ -144,34 +150,35 @@ class CanvasObjective(Objective):
         return self.canvases(lm, batch, draw).target_BMK.sum()
 
     def loss(self, lm: DiffusionLM, batch: dict[str, Any], draw: MaskRNG, plan: Plan) -> ObjectiveLoss:
-        canvases = self.canvases(lm, batch, draw)
-        target_BMK, next_BT = canvases.target_BMK, next_tokens(batch)
+        canvases, causal_BT = self.canvases(lm, batch, draw), next_tokens(batch)
         seen_BMK, time_BM = self.noised(lm, batch, canvases, draw)
         inputs = canvas_inputs(lm, batch, canvases, seen_BMK)
-        width, length = inputs.ids_BT.shape[1], batch["input_ids"].shape[1]
         if self.args.self_conditioning_p > 0:
             inputs = self._conditioned(lm, inputs, draw)
-        row_N, column_N = target_BMK.flatten(1).nonzero(as_tuple=True)
-        row_C, column_C = next_BT.nonzero(as_tuple=True)
-        index_N = torch.cat([row_N * width + column_N, row_C * width + (width - length) + column_C - 1])
-        token_N = torch.cat([canvases.token_BMK[target_BMK], batch["input_ids"][next_BT]])
-        inputs = replace(inputs, index_N=index_N)
+        is_canvas_BW = with_clean(canvases.target_BMK, torch.zeros_like(causal_BT))
+        chosen_N = flat_indices(is_canvas_BW | with_clean(torch.zeros_like(canvases.target_BMK), causal_BT))
+        is_canvas_N = is_canvas_BW.take(chosen_N)
+        token_N = with_clean(canvases.token_BMK, batch["input_ids"]).take(chosen_N)
+        # a clean token is predicted in the row before it
+        inputs = replace(inputs, index_N=torch.where(is_canvas_N, chosen_N, chosen_N - 1))
         if self.args.model_prediction_type == "mean":
             log_prob_N = lm.log_probs(inputs, token_N)
         else:
-            odds_BM = lm.vocab_size * (1 - time_BM) / time_BM
-            more_N = torch.log1p(odds_BM)[..., None].expand_as(target_BMK)[target_BMK]
-            more_N = F.pad(more_N, (0, len(row_C))).to(lm.log_prob_dtype)
-            seen_N = F.pad(seen_BMK[target_BMK], (0, len(row_C)))
-            reduction = Reduction(_denoiser_log_probs, (token_N, seen_N, more_N))
-            [log_prob_N] = lm.reduced(inputs, reduction)
-        canvas_N, causal_C = log_prob_N[: len(row_N)], log_prob_N[len(row_N) :]
-        weight = batch["encoder_weight"][0] if "encoder_weight" in batch else len(row_N) / max(len(row_C), 1)
-        loss = -canvas_N.sum() - self.args.encoder_loss_weight * weight * causal_C.sum()
+            more_BM1 = torch.log1p(lm.vocab_size * (1 - time_BM) / time_BM)[..., None]
+            more_BW = with_clean(more_BM1.expand(seen_BMK.shape), torch.zeros_like(causal_BT).to(more_BM1))
+            rows = (token_N, inputs.ids_BT.take(chosen_N), more_BW.take(chosen_N).to(lm.log_prob_dtype))
+            [log_prob_N] = lm.reduced(inputs, Reduction(_denoiser_log_probs, rows))
+        count, num_causal = canvases.target_BMK.sum(), causal_BT.sum()
+        ratio = count.double() / num_causal.clamp_min(1)
+        ratio = batch["encoder_weight"][0] if "encoder_weight" in batch else ratio
+        canvas_loss, causal_loss = (
+            -torch.where(chosen, log_prob_N, 0).sum() for chosen in (is_canvas_N, ~is_canvas_N)
+        )
         metrics = {
-            "cross_entropy": (-canvas_N.detach().sum() / max(len(row_N), 1), float(len(row_N))),
-            "lm_cross_entropy": (-causal_C.detach().sum() / max(len(row_C), 1), float(len(row_C))),
+            "cross_entropy": (canvas_loss.detach() / count.clamp_min(1), count),
+            "lm_cross_entropy": (causal_loss.detach() / num_causal.clamp_min(1), num_causal),
         }
+        loss = canvas_loss + self.args.encoder_loss_weight * ratio * causal_loss
         return ObjectiveLoss(loss, metrics=metrics)
 
     def noised(

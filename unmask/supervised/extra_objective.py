@@ -28,7 +28,7 @@ class ObjectiveLoss:
 
     loss: Tensor
     views: Views | None = None
-    metrics: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Tensor, Tensor | float]] = field(default_factory=dict)
 
 
 def row_weights(chosen_BT: Tensor, items_B: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.planning.blueprint import ModelSpec
+from unmask.planning.cost_model import Workload
 from unmask.supervised.canvas import NOT_HERE, ONLY_HERE, CanvasObjective, next_tokens
 from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
@@ -66,6 +68,7 @@ VIEW_FIELDS = (
     "logprob_batch_size",
 )
 """The settings of noised copies of a row."""
+CANVAS_LENGTH = 256  # of the released DiffusionGemma
 PACKED_TOGETHER = 1000
 """Rows of a stream that are made, and packed, together, as in TRL."""
 
@@ -164,6 +167,16 @@ class SFTConfig(PairConfig, NoisingConfig):
     @property
     def noised_copies(self) -> int:
         return self.views
+
+    @property
+    def noised_canvases(self) -> int:
+        return 1 if self.canvases == "one" else -(-self.max_length // CANVAS_LENGTH)
+
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
+        work = super().workload(blueprint, run)
+        assert work is not None
+        conditioned = work.canvas > 0 and self.self_conditioning_p > 0
+        return replace(work, forward_only_passes=int(conditioned))
 
 
 class SFTTrainer(DiffusionTrainer):

@@ -384,7 +384,9 @@ class TrainingConfig(TrainingArguments):
         length = min(self.max_length, blueprint.context or self.max_length)
         pattern, quantization = self.trained_pattern(run), run.model.quantization
         work = blueprint.workload(
-            pattern, length, self.noised_copies, lora_rank(run), quantization=quantization
+            *(pattern, length, self.noised_copies, lora_rank(run)),
+            quantization=quantization,
+            canvases=self.noised_canvases,
         )
         return replace(work, batch=self.per_device_train_batch_size)
 
@@ -406,6 +408,11 @@ class TrainingConfig(TrainingArguments):
     def noised_copies(self) -> int:
         """Views of each row in a step."""
         return 1
+
+    @property
+    def noised_canvases(self) -> int:
+        """Canvases of each row in a step of DiffusionGemma; 0: it has views in their place."""
+        return 0
 
     def choose_precision(self, *, in_float32: bool) -> None:
         """Resolve an unset `bf16`: on if it is faster here and the weights are in float32, else off.

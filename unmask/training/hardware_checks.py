@@ -107,6 +107,13 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool) -> None:
             where="deepspeed",
             remedy="Use zero1, zero2 or fsdp",
         )
+    kwargs = args.activation_checkpointing_kwargs
+    if lm.canvas and isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
+        raise ConfigError(
+            "reentrant checkpoints lose the gradients of the encoder's keys",
+            where="activation_checkpointing_kwargs",
+            remedy="Leave use_reentrant out",
+        )
     check_hardware_settings(args, TrainedModel(lm.attention, lm.dtype, adapters, quantized(lm), is_split(lm)))
 
 

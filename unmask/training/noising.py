@@ -4,12 +4,12 @@ describe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from torch import Tensor
 
-from unmask.config.run import NoiseName
+from unmask.config.run import NoiseName, RunConfig
 from unmask.diffusion.mixing import Mixing, RandomTokens
 from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
 from unmask.diffusion.views import (
@@ -25,6 +25,8 @@ from unmask.diffusion.views import (
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, check_noise
+from unmask.planning.blueprint import ModelSpec
+from unmask.planning.cost_model import Workload
 from unmask.training.config import TrainingConfig
 from unmask.training.config_fields import setting
 
@@ -120,6 +122,10 @@ class NoisingConfig(TrainingConfig):
         if self.num_timesteps is not None:
             what = f"{noise} noise has no discrete times here"
             raise ConfigError(what, where="num_timesteps", remedy="Leave it out")
+
+    def workload(self, blueprint: ModelSpec, run: RunConfig) -> Workload | None:
+        work = super().workload(blueprint, run)
+        return work and replace(work, noise=self.noise or work.noise)
 
     @property
     def noising(self) -> Noise:

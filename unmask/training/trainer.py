@@ -46,7 +46,14 @@ from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
-from unmask.models.adapters import has_adapters, merged, refuse_frozen, with_adapters, without_tables
+from unmask.models.adapters import (
+    has_adapters,
+    merged,
+    refuse_frozen,
+    refuse_merge,
+    with_adapters,
+    without_tables,
+)
 from unmask.models.auto_config import SETTINGS_KEY
 from unmask.models.chat_template import accept_generation_config
 from unmask.models.compiled import taken_apart
@@ -201,6 +208,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         eval_rows = map_held_out(eval_dataset, partial(self._checked_rows, lm, args))
         check_rows(args, train_rows, eval_rows)
         refuse_unsupported(lm, args, adapters=adapters)
+        if adapters and lm.canvas and args.hub_merge_adapters:
+            refuse_merge(where="hub_merge_adapters")
         set_seed(args.seed)  # new adapters are initialized from it
         self.peft_config = peft_config
         self.lm = self._trained(lm, args)
@@ -947,8 +956,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             self.push_to_hub(commit_message="Model save")
 
     def save_whole(self, folder: Path, card: CardFields | None = None) -> None:
-        """Save the whole model with adapters merged."""
-        if not has_adapters(self.lm):
+        """Save the whole model with adapters merged, or those that stay apart (DiffusionGemma's) alone."""
+        if not has_adapters(self.lm) or self.lm.canvas:
             self._save_trained(folder)
             if self.args.should_save:
                 share(folder)
@@ -966,6 +975,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             super().save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             self.lm.publish_config(folder)
+            self.lm.write_processor(folder)
 
     def _save_run(self, folder: Path) -> None:
         """Add to a checkpoint what the weights do not hold."""
@@ -1004,6 +1014,9 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         """Upload the model with its tokenizer and card; of a model with adapters these, or with
         `merge_adapters` the whole model (None: `hub_merge_adapters`). The other arguments as in
         transformers.Trainer; `card`: as for `create_model_card`."""
+        merging = self.args.hub_merge_adapters if merge_adapters is None else merge_adapters
+        if merging and has_adapters(self.lm) and self.lm.canvas:
+            refuse_merge(where="merge_adapters")
         token = token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -1013,7 +1026,7 @@ class DiffusionTrainer(Trainer, TrainerArguments):
             folder = Path(stack.enter_context(TemporaryDirectory()))
             if (card_here := self.args.output_folder / CARD).is_file():  # it may have been edited
                 shutil.copy(card_here, folder)
-            if self.args.hub_merge_adapters if merge_adapters is None else merge_adapters:
+            if merging:
                 self.save_whole(folder, fields)
             else:
                 self._save_trained(folder)

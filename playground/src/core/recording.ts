@@ -6,9 +6,9 @@ import type { Frame, Token } from "../wire/types";
 export interface Cell {
   /** null: hidden. */
   readonly text: string | null;
-  /** When it was revealed; null: it is hidden, or was given. */
+  /** When it was revealed, or predicted last; null: it is hidden, or was given. */
   readonly probability: number | null;
-  /** The number of the frame that revealed it, from 1 on; 0: it is hidden, or was given. */
+  /** The number of the frame that wrote this text, from 1 on; 0: it is hidden, or was given. */
   readonly frame: number;
   /** The most probable tokens that a constraint forbids here, the likeliest first. */
   readonly forbidden: readonly Token[];
@@ -25,6 +25,11 @@ export interface Change {
   readonly after: Cell;
 }
 
+/** Whether a change writes another text. */
+export function writes({ before, after }: Change): boolean {
+  return after.text !== null && after.text !== before.text;
+}
+
 const HIDDEN_CELL: Cell = { text: null, probability: null, frame: 0, forbidden: [] };
 
 export class Recording {
@@ -38,7 +43,7 @@ export class Recording {
 
   /**
    * @param tokens The canvas; null where it is hidden.
-   * @param revises Whether revealed tokens may be hidden again.
+   * @param revises Whether revealed tokens may change, or be hidden again.
    */
   constructor(
     tokens: readonly (string | null)[],
@@ -75,7 +80,9 @@ export class Recording {
     for (const position of frame.hidden) change(position, HIDDEN_CELL);
     for (const { position, text, probability, forbidden = [] } of frame.revealed) {
       this.constrained ||= forbidden.length > 0;
-      change(position, { text, probability, frame: this.length + 1, forbidden });
+      const before = this.last[position];
+      const frame = before?.text === text ? before.frame : this.length + 1;
+      change(position, { text, probability, frame, forbidden });
     }
     this.frames.push(frame);
     this.changes.push(changes);
@@ -93,7 +100,7 @@ export class Recording {
     return this.last[position] ?? HIDDEN_CELL;
   }
 
-  /** Tokens that are revealed before this position stay as they are after this many frames; all do where none is hidden again. */
+  /** Tokens that are revealed before this position stay as they are after this many frames; all do where none may change. */
   settled(at: number): number {
     return this.revises ? (this.frames[Math.min(at, this.length) - 1]?.committed ?? 0) : this.size;
   }
@@ -103,9 +110,9 @@ export class Recording {
     return this.last.filter((cell) => cell.probability !== null).length;
   }
 
-  /** The most tokens that one frame reveals. */
-  get widest(): number {
-    return this.frames.reduce((most, frame) => Math.max(most, frame.revealed.length), 0);
+  /** The tokens that each frame writes. */
+  get written(): number[] {
+    return this.changes.map((changes) => changes.filter(writes).length);
   }
 }
 

@@ -2,7 +2,7 @@
 
 import type { Message, Model } from "../wire/types";
 import { findGaps, withMasks } from "./gaps";
-import { diffusionFields, SettingError } from "./settings";
+import { diffusionFields, SettingError, temperatureOf } from "./settings";
 import type { Setup } from "./share";
 
 export interface ApiRequest {
@@ -14,12 +14,13 @@ export interface ApiRequest {
 export function makeRequest(setup: Setup, which: 0 | 1, model: Model): ApiRequest {
   const decoding = setup.decodings[which];
   const { maxTokens, seed } = setup.shared;
+  const { noise } = model.diffusion;
   const body: Record<string, unknown> = {
     model: model.id,
     stream: true,
     seed,
-    temperature: decoding.temperature,
-    diffusion: diffusionFields(decoding, setup.shared),
+    temperature: temperatureOf(decoding, noise),
+    diffusion: diffusionFields(decoding, setup.shared, noise),
   };
   if (setup.mode === "chat") {
     if (!setup.prompt.trim()) throw new SettingError("Write a message first.");

@@ -1,6 +1,6 @@
 /** One answer as it comes: its recording, and what it took. */
 
-import type { StreamEvent, Summary } from "../wire/types";
+import type { Noise, StreamEvent, Summary } from "../wire/types";
 import { Recording } from "./recording";
 import { type Decoding, revises } from "./settings";
 
@@ -15,11 +15,15 @@ export class Run {
   /** From the request to the last event, network included. */
   seconds = 0;
 
-  /** @param model The name of the model that was asked. */
+  /**
+   * @param model The name of the model that was asked.
+   * @param noise That model's.
+   */
   constructor(
     readonly model: string,
     readonly decoding: Decoding,
     readonly request: object,
+    readonly noise: Noise,
   ) {}
 
   get active(): boolean {
@@ -66,7 +70,7 @@ export class Run {
     changed();
     try {
       for await (const event of events) {
-        if (event.kind === "canvas") this.recording = new Recording(event.tokens, revises(this.decoding));
+        if (event.kind === "canvas") this.recording = new Recording(event.tokens, revises(this.decoding, this.noise));
         else if (event.kind === "frame") this.recording?.add(event.frame);
         else {
           this.summary = event.summary;

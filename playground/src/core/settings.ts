@@ -1,4 +1,6 @@
-/** Settings of a generation, and the fields of a request that they become. */
+/** Settings of a generation, and the fields of a request that they become. A canvas of random tokens, of uniform noise, has others than one of masks. */
+
+import type { Noise } from "../wire/types";
 
 /** The choices of a setting, and what the page calls them. */
 export const REMASKING = {
@@ -35,6 +37,9 @@ export const NUMBERS = {
   threshold: { label: "Probability", min: 0.05, max: 1, step: 0.05, slider: true },
   fraction: { label: "Fraction hidden again", min: 0.05, max: 0.95, step: 0.05, slider: true },
   temperature: { label: "Temperature", min: 0, max: 2, step: 0.1, slider: true },
+  denoisingSteps: { label: "Most steps", min: 1, max: 1024, step: 1 },
+  entropyBound: { label: "Entropy bound", min: 0.05, max: 5, step: 0.05, slider: true },
+  heat: { label: "Temperature", min: 0, max: 2, step: 0.1, slider: true },
 } as const satisfies Record<string, NumberSetting>;
 
 /** How tokens are revealed: what two settings that are compared differ in. */
@@ -47,6 +52,12 @@ export interface Decoding {
   again: Again;
   fraction: number;
   temperature: number;
+  /** On a canvas of random tokens the most steps of a block. */
+  denoisingSteps: number;
+  /** There, in nats: of the tokens that a step keeps. */
+  entropyBound: number;
+  /** There, by which the temperatures of all steps are multiplied. */
+  heat: number;
 }
 
 /** What two settings that are compared share. */
@@ -67,6 +78,9 @@ export const DECODING: Decoding = {
   again: "never",
   fraction: 0.2,
   temperature: 0,
+  denoisingSteps: 48,
+  entropyBound: 0.1,
+  heat: 1,
 };
 
 export const SHARED: Shared = { maxTokens: 64, seed: 0, constraint: "none", regex: "", schema: "" };
@@ -78,21 +92,36 @@ const FORBIDDEN = 5;
 export class SettingError extends Error {}
 
 /** Whether revealed tokens may be hidden again. A threshold does not fix the number of steps, and hides none. */
-export function revises(decoding: Decoding): boolean {
+function hidesAgain(decoding: Decoding): boolean {
   return decoding.again !== "never" && decoding.rule !== "threshold";
 }
 
+/** Whether revealed tokens may change, or be hidden again. */
+export function revises(decoding: Decoding, noise: Noise): boolean {
+  return noise === "uniform" || hidesAgain(decoding);
+}
+
+/** The temperature of a request. */
+export function temperatureOf(decoding: Decoding, noise: Noise): number {
+  return noise === "uniform" ? decoding.heat : decoding.temperature;
+}
+
 /** The fields of `diffusion`. Raises SettingError for a schema that is not JSON. */
-export function diffusionFields(decoding: Decoding, shared: Shared): Record<string, unknown> {
+export function diffusionFields(decoding: Decoding, shared: Shared, noise: Noise): Record<string, unknown> {
+  const constraint = constraintOf(shared);
   const fields: Record<string, unknown> = { stream: "frames" };
+  if (noise === "uniform") {
+    fields.max_denoising_steps = decoding.denoisingSteps;
+    fields.entropy_bound = decoding.entropyBound;
+    return constraint ? { ...fields, constraint } : fields;
+  }
   if (decoding.rule === "threshold")
     fields.threshold = decoding.threshold; // orders by confidence, and takes no remasking
   else fields.remasking = decoding.remasking;
   if (decoding.rule === "steps") fields.steps = decoding.steps;
   if (decoding.rule === "tokens_per_step") fields.tokens_per_step = decoding.tokensPerStep;
-  if (revises(decoding) && decoding.again === "remask") fields.remask_fraction = decoding.fraction;
-  if (revises(decoding) && decoding.again === "revise") fields.revise = { eta: decoding.fraction };
-  const constraint = constraintOf(shared);
+  if (hidesAgain(decoding) && decoding.again === "remask") fields.remask_fraction = decoding.fraction;
+  if (hidesAgain(decoding) && decoding.again === "revise") fields.revise = { eta: decoding.fraction };
   return constraint ? { ...fields, constraint, top_forbidden: FORBIDDEN } : fields;
 }
 
@@ -111,7 +140,11 @@ function parseSchema(text: string): unknown {
 }
 
 /** The decoding in a few words. */
-export function describe(decoding: Decoding): string {
+export function describe(decoding: Decoding, noise: Noise): string {
+  if (noise === "uniform") {
+    const { denoisingSteps, entropyBound, heat } = decoding;
+    return `at most ${denoisingSteps} steps, entropy bound ${entropyBound}, temperature ${heat}`;
+  }
   const rules: Record<Rule, string> = {
     one: "one token a step",
     steps: `${decoding.steps} steps`,
@@ -121,7 +154,7 @@ export function describe(decoding: Decoding): string {
   const said = [rules[decoding.rule]];
   if (decoding.rule !== "threshold" && decoding.remasking !== "low_confidence")
     said.push(REMASKING[decoding.remasking]);
-  if (revises(decoding)) said.push(`${decoding.again} ${decoding.fraction}`);
+  if (hidesAgain(decoding)) said.push(`${decoding.again} ${decoding.fraction}`);
   if (decoding.temperature) said.push(`temperature ${decoding.temperature}`);
   return said.join(", ");
 }

@@ -40,7 +40,7 @@ export const SETUP: Setup = {
   document: "",
   compare: false,
   shared: SHARED,
-  decodings: [DECODING, { ...DECODING, rule: "threshold" }],
+  decodings: [DECODING, { ...DECODING, rule: "threshold", denoisingSteps: 16 }],
 };
 
 /** The setup as a fragment without `#`; what has its default is left out. */

@@ -91,5 +91,5 @@ export function Exports({ runs, player, colour }: Props) {
 }
 
 function captionOf(run: Run): string {
-  return `${run.model}, ${describe(run.decoding)}`;
+  return `${run.model}, ${describe(run.decoding, run.noise)}`;
 }

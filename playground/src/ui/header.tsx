@@ -59,7 +59,8 @@ function facts({ diffusion }: Model): string {
   const context = diffusion.context_length
     ? ` · ${diffusion.context_length.toLocaleString("en")} tokens of context`
     : "";
-  return diffusion.attention.replaceAll("_", "-") + block + context;
+  const noise = diffusion.noise === "uniform" ? ", random tokens" : "";
+  return diffusion.attention.replaceAll("_", "-") + block + noise + context;
 }
 
 function ShareButton({ onShare }: Pick<Props, "onShare">) {

@@ -13,15 +13,18 @@ import {
   type Shared,
 } from "../core/settings";
 import type { Setup } from "../core/share";
+import type { Noise } from "../wire/types";
 import { Choice, NumberField, RangeField, Select, TextField } from "./fields";
 
 interface Props {
   setup: Setup;
+  /** The model's. */
+  noise: Noise;
   onChange(setup: Setup): void;
 }
 
 /** How to generate. On a narrow page it is folded under one line that says what is set. */
-export function SettingsPanel({ setup, onChange }: Props) {
+export function SettingsPanel({ setup, noise, onChange }: Props) {
   const [open, setOpen] = useState(false);
   const { shared, decodings, compare } = setup;
   const share = (change: Partial<Shared>) => onChange({ ...setup, shared: { ...shared, ...change } });
@@ -30,7 +33,7 @@ export function SettingsPanel({ setup, onChange }: Props) {
     onChange({ ...setup, decodings: changed as [Decoding, Decoding] });
   };
   const tokens = setup.mode === "infill" ? "" : `${shared.maxTokens} tokens, `;
-  const summary = `${tokens}${describe(decodings[0])}${compare ? ` against ${describe(decodings[1])}` : ""}`;
+  const summary = `${tokens}${describe(decodings[0], noise)}${compare ? ` against ${describe(decodings[1], noise)}` : ""}`;
   return (
     <section class={`settings${open ? " open" : ""}`} aria-label="Settings">
       <button
@@ -62,10 +65,11 @@ export function SettingsPanel({ setup, onChange }: Props) {
             key={which}
             letter={compare ? "AB".charAt(which) : ""}
             decoding={decoding}
+            noise={noise}
             onChange={(change) => decode(which, change)}
           />
         ))}
-        <ConstraintFields shared={shared} decoding={decodings[0]} onChange={share} />
+        <ConstraintFields shared={shared} decoding={decodings[0]} noise={noise} onChange={share} />
       </div>
     </section>
   );
@@ -96,14 +100,26 @@ function NumberOf<Name extends keyof typeof NUMBERS>({ name, values, onChange, c
 interface DecodingProps {
   letter: string;
   decoding: Decoding;
+  noise: Noise;
   onChange(change: Partial<Decoding>): void;
 }
 
-function DecodingFields({ letter, decoding, onChange }: DecodingProps) {
+function DecodingFields({ letter, decoding, noise, onChange }: DecodingProps) {
   const number = { values: decoding, onChange };
+  const title = <h2>{letter && <b class="letter">{letter}</b>} Decoding</h2>;
+  if (noise === "uniform") {
+    return (
+      <>
+        {title}
+        <NumberOf name="denoisingSteps" {...number} />
+        <NumberOf name="entropyBound" {...number} />
+        <NumberOf name="heat" {...number} />
+      </>
+    );
+  }
   return (
     <>
-      <h2>{letter && <b class="letter">{letter}</b>} Decoding</h2>
+      {title}
       <Choice label="Reveal" value={decoding.rule} options={RULES} onChange={(rule) => onChange({ rule })} />
       {decoding.rule === "steps" && <NumberOf name="steps" {...number} />}
       {decoding.rule === "tokens_per_step" && <NumberOf name="tokensPerStep" {...number} />}
@@ -129,10 +145,11 @@ function DecodingFields({ letter, decoding, onChange }: DecodingProps) {
 interface ConstraintProps {
   shared: Shared;
   decoding: Decoding;
+  noise: Noise;
   onChange(change: Partial<Shared>): void;
 }
 
-function ConstraintFields({ shared, decoding, onChange }: ConstraintProps) {
+function ConstraintFields({ shared, decoding, noise, onChange }: ConstraintProps) {
   return (
     <>
       <h2>Constraint</h2>
@@ -160,7 +177,7 @@ function ConstraintFields({ shared, decoding, onChange }: ConstraintProps) {
           rows={8}
           value={shared.schema}
           placeholder={'{"type": "object", "properties": {"name": {"type": "string"}}}'}
-          invalid={schemaError(decoding, shared)}
+          invalid={schemaError(decoding, shared, noise)}
           onChange={(schema) => onChange({ schema })}
         />
       )}
@@ -168,9 +185,9 @@ function ConstraintFields({ shared, decoding, onChange }: ConstraintProps) {
   );
 }
 
-function schemaError(decoding: Decoding, shared: Shared): string | undefined {
+function schemaError(decoding: Decoding, shared: Shared, noise: Noise): string | undefined {
   try {
-    diffusionFields(decoding, shared);
+    diffusionFields(decoding, shared, noise);
   } catch (error) {
     return (error as Error).message;
   }

@@ -4,6 +4,7 @@ import type { Run } from "../core/run";
 import { describe } from "../core/settings";
 import { type Colour, percent } from "../core/tint";
 import { CellGrid } from "../view/cell-grid";
+import type { Noise } from "../wire/types";
 
 interface StageProps {
   letter: string;
@@ -24,7 +25,7 @@ export function Stage({ letter, run, at, colour, differing }: StageProps) {
     <article class="stage" aria-label={letter ? `Run ${letter}` : "Run"}>
       {letter && (
         <h2 class="stage-title">
-          <b class="letter">{letter}</b> {describe(run.decoding)}
+          <b class="letter">{letter}</b> {describe(run.decoding, run.noise)}
         </h2>
       )}
       {recording ? (
@@ -187,8 +188,8 @@ function Figures({ run }: { run: Run }) {
   );
 }
 
-/** Before the first run: the canvas as the model sees it. */
-export function EmptyStage({ tokens }: { tokens: number }) {
+/** Before the first run: the canvas. */
+export function EmptyStage({ tokens, noise }: { tokens: number; noise: Noise }) {
   return (
     <div class="stage empty-stage">
       <div class="text" aria-hidden="true">
@@ -197,7 +198,9 @@ export function EmptyStage({ tokens }: { tokens: number }) {
         ))}
       </div>
       <p class="note">
-        A diffusion model begins with every token hidden, and reveals them in the order of its confidence.
+        {noise === "uniform"
+          ? "This model begins with random tokens. Each step predicts all of them again, until they stay."
+          : "A diffusion model begins with every token hidden, and reveals them in the order of its confidence."}
       </p>
     </div>
   );

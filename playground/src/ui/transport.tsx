@@ -89,7 +89,7 @@ function Icon({ path, filled }: { path: string; filled?: boolean }) {
 
 const HEIGHT = 24;
 
-/** Bars of the tokens that each frame reveals; those of frames that were shown are in ink. */
+/** Bars of the tokens that each frame writes; those of frames that were shown are in ink. */
 function Graph({ recording, length, at }: { recording: Recording; length: number; at: number }) {
   const bars = useMemo(() => barPaths(recording, length), [recording, recording.length, length]);
   const shown = Math.min(at, bars.length);
@@ -103,8 +103,10 @@ function Graph({ recording, length, at }: { recording: Recording; length: number
 
 function barPaths(recording: Recording, length: number): string[] {
   const gap = length > 120 ? 0 : length > 40 ? 0.15 : 0.32;
-  return recording.frames.map((frame, index) => {
-    const height = 2 + (HEIGHT - 2) * (frame.revealed.length / Math.max(1, recording.widest));
+  const { written } = recording;
+  const most = Math.max(1, ...written);
+  return written.map((count, index) => {
+    const height = 2 + (HEIGHT - 2) * (count / most);
     return `M${index + gap} ${HEIGHT}v-${height.toFixed(2)}h${1 - 2 * gap}V${HEIGHT}z`;
   });
 }

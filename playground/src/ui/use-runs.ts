@@ -42,7 +42,10 @@ export function useRuns(): Runs {
     async (setup: Setup, model: Model, key: string) => {
       const which = setup.compare ? ([0, 1] as const) : ([0] as const);
       const requests = which.map((index) => makeRequest(setup, index, model));
-      const begun = requests.map(({ body }, index) => new Run(model.id, setup.decodings[index === 0 ? 0 : 1], body));
+      const { noise } = model.diffusion;
+      const begun = requests.map(
+        ({ body }, index) => new Run(model.id, setup.decodings[index === 0 ? 0 : 1], body, noise),
+      );
       const controller = new AbortController();
       abort.current?.abort();
       abort.current = controller;

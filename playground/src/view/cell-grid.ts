@@ -1,6 +1,6 @@
 /** The tokens of a text on the page. Going from one frame to another touches the cells that differ, and no others. */
 
-import { type Cell, overruled, type Recording } from "../core/recording";
+import { type Cell, overruled, type Recording, writes } from "../core/recording";
 import { doubtTint } from "../core/tint";
 
 export class CellGrid {
@@ -58,7 +58,7 @@ export class CellGrid {
         dirty.add(position);
       }
     }
-    this.fresh = (changes[target - 1] ?? []).filter(({ after }) => after.text !== null).map(({ position }) => position);
+    this.fresh = (changes[target - 1] ?? []).filter(writes).map(({ position }) => position);
     for (const position of this.fresh) dirty.add(position);
     const settled = this.recording.settled(target);
     const [low, high] = [Math.min(settled, this.settled), Math.max(settled, this.settled)];
@@ -112,6 +112,8 @@ export class CellGrid {
     else element.removeAttribute("aria-hidden");
     element.style.setProperty("--doubt", `${cell.probability === null ? 0 : doubtTint(cell.probability)}%`);
     element.style.setProperty("--frame", String(cell.frame));
+    // Another name begins the animation again, in a cell that changes in two frames running.
+    element.style.setProperty("--appear", cell.frame % 2 ? "appear" : "appear-again");
     const node = element.firstChild as Text;
     if (node.data !== text) node.data = text;
   }

@@ -13,7 +13,7 @@ export interface Revealed extends Token {
   forbidden?: Token[];
 }
 
-/** What changed in one look at a sequence. `committed`: positions before it no longer change. */
+/** What changed in one look at a sequence: on a canvas of random tokens also the probabilities of tokens that are the same. `committed`: positions before it no longer change. */
 export interface Frame {
   step: number;
   revealed: Revealed[];
@@ -28,8 +28,12 @@ export interface Summary {
   text: string;
 }
 
+/** What hides tokens: masks, random tokens, or either. */
+export type Noise = "masked" | "uniform" | "hybrid";
+
 export interface ModelFacts {
   attention: string;
+  noise: Noise;
   block_size: number | null;
   context_length: number | null;
   mask_token: string;

@@ -21,11 +21,13 @@ from sqlitedict import SqliteDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import unmask
+from tests.diffusion_gemma import CANVAS, loaded
 from tests.errors import raises
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
 from tests.helpers import REPOSITORY, TWO_PROCESSES, examples, partly_slow, run_all, shared_path
 from tests.models.configurations import tiny_lm
-from tests.tiny import build_causal, toy_lm
+from tests.tiny import build_causal, float64_lm, toy_lm
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.harness import HarnessLM
@@ -237,6 +239,25 @@ def test_wrong_settings_are_refused(settings, error, where):
 def test_a_canvas_must_leave_room():
     with raises(GenerationError, where="max_gen_toks"):
         generated(HarnessLM(toy_lm()), ["ab"], max_gen_toks=32)
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "whole canvases"])
+def test_canvases_of_random_tokens(kind, tmp_path):
+    """A bound, texts whose whole canvases fit, and no temperature that their steps do not have."""
+    lm = loaded(tmp_path) if kind == "whole canvases" else float64_lm(attention="bidirectional")
+    lm = lm.with_noise("uniform")
+    model = HarnessLM(lm, samples=8)
+    assert model.bounds and model.estimator == "elbo"
+    scored = measured(model, [("abc", "de"), ("abc", "ff"), ("b", "ace")])
+    assert all(value < 0 < value.standard_error for value, _ in scored)
+    long, asked = "abcdef" * 60, {"max_gen_toks": CANVAS + 1, "max_denoising_steps": 2}
+    texts = generated(model, ["abc", long], **asked)
+    assert generated(model, ["abc", long], do_sample=True, **asked) == texts
+    assert generated(model, ["abc", long], do_sample=False, temperature=0.7, **asked) == texts
+    config = SamplerConfig(max_new_tokens=CANVAS + 1, max_denoising_steps=2)
+    assert texts[0] == unmask.generate(lm, ["abc"], config).texts[0]
+    with raises(GenerationError, where="temperature"):
+        generated(model, ["abc"], do_sample=True, temperature=0.7, **asked)
 
 
 def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):

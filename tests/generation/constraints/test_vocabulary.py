@@ -23,6 +23,7 @@ class Named:
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split("", "isolated"), decoder
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **more)
         self.eos_token_ids, self.mask_token_id = [0], len(names) + 1
+        self.noise = "masked"
         self.vocab_size = len(names) + 3
 
 

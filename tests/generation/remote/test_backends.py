@@ -106,6 +106,17 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(
     assert make_rollout(lm, generation, slice(0, 4)).step_BT.max() > 0
 
 
+def test_canvases_of_random_tokens_are_sampled_by_a_server_as_in_process(tmp_path: Path) -> None:
+    lm = float64_lm(attention="bidirectional").with_noise("uniform")
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
+        server = make_backend(to_server(url), lm, tmp_path)
+        for settings in ({}, {"t_min": 1.0, "t_max": 2.0}):
+            config = SamplerConfig(max_new_tokens=8, seed=5, trace=True, max_denoising_steps=5, **settings)
+            expected = unreused(LocalBackend(lm).generate(PROMPTS, config, KEYS))
+            assert server.generate(PROMPTS, config, KEYS) == expected
+        server.close()
+
+
 def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, other = float64_lm(), float64_lm(attention="bidirectional")
     settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))

@@ -470,6 +470,7 @@ def test_models_tell_what_they_are(attention, block_size):
         [card] = get(scheduler, "/v1/models").json()["data"]
     assert card["version"] == "v1" and card["diffusion"] == {
         "attention": attention,
+        "noise": "masked",
         "block_size": block_size,
         "context_length": 2048,
         "mask_token": cached_chat_lm(attention, block_size).tokenizer.mask_token,

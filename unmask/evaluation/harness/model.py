@@ -35,6 +35,7 @@ from unmask.evaluation.likelihood import (
     log_likelihoods,
 )
 from unmask.evaluation.protocols import Protocol, cut, protocol_tasks, read_protocol
+from unmask.generation.requests import completion_length
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
@@ -320,12 +321,13 @@ class HarnessLM(TemplateLM):
         by_sampler: dict[str, tuple[SamplerConfig, list[Wanted]]] = {}
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
-            sampler, until = read_gen_kwargs(gen_kwargs, self.sampler)
+            sampler, until = read_gen_kwargs(gen_kwargs, self.sampler, canvas=self.lm.noise == "uniform")
             if protocol := self.protocol_of(request.task_name):
                 sampler = protocol.sampler(self.lm, self._given)
                 context, until = protocol.prompt(context, self.lm), [] if protocol.ignore_until else until
-            if (room := self.max_length - sampler.max_new_tokens) < 1:
-                what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt"
+            new = completion_length(self.lm, sampler.max_new_tokens)
+            if (room := self.max_length - new) < 1:
+                what = f"{new} new tokens leave no room for a prompt"
                 where = "max_gen_toks"
                 raise GenerationError(f"{what} in rows of {self.max_length}", where=where, remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
@@ -544,13 +546,17 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def read_gen_kwargs(
-    gen_kwargs: Mapping[str, Any], defaults: SamplerConfig
+    gen_kwargs: Mapping[str, Any], defaults: SamplerConfig, *, canvas: bool = False
 ) -> tuple[SamplerConfig, list[str]]:
     """The sampler and the stop strings of a request.
 
     `until`, `do_sample` and the length mean what they mean in lm-eval: without `do_sample` a temperature
     decides; `do_sample: false` is greedy at any temperature; `do_sample: true` alone samples at temperature
     1. All other names are those of `SamplerConfig`.
+
+    Args:
+        canvas: whether the model writes on canvases of random tokens, whose steps draw at temperatures of
+            their own: `do_sample` then changes nothing.
 
     Raises:
         ConfigError: an unknown name, a wrong value, two lengths, or sampling at temperature 0.
@@ -574,7 +580,7 @@ def read_gen_kwargs(
         what = "do_sample with temperature 0 contradict one another"
         remedy = "Leave one out, or raise the temperature"
         raise ConfigError(what, where="gen_kwargs", remedy=remedy)
-    elif sample and temperature is None:
+    elif sample and temperature is None and not canvas:
         settings["temperature"] = defaults.temperature or 1.0
     until = given.get("until") or []
     until = [until] if isinstance(until, str) else list(until)

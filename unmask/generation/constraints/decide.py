@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -121,7 +122,9 @@ def decide_given(
             largest_NC = (predicted if adjusted_NV is logits_NV else window.by_class(adjusted_NV)).largest_WC
             token_N[row_N] = _best_tokens(window, adjusted_NV[row_N], largest_NC)
         elif drawn_from_NV is not None and filtered:
-            token_N[row_N] = _draw_filtered(window, scaled_NV, drawn_from_NV, uniform_N, config)
+            given_NV = drawn_from_NV[row_N]
+            weight_NV = weights(given_NV, given_NV.amax(-1, keepdim=True), temperature)
+            token_N[row_N] = _draw_filtered(window, scaled_NV[row_N], weight_NV, uniform_N[row_N], config)
         else:
             token_N[row_N] = _draw_tokens(window, drawn, adjusted_NV[row_N], uniform_N[row_N], temperature)
         class_N = window.class_V[token_N[row_N]].cpu().numpy()
@@ -133,6 +136,35 @@ def decide_given(
         )
     given = GivenTokens(token_N, log_prob_N, believed_NV, drawn_from_NV, forbidden_NV)
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
+
+
+class GivenTexts(NamedTuple):
+    """What the positions of a window have, given that their text is accepted."""
+
+    best_N: Tensor  # the most probable text
+    drawn_N: Tensor  # one that is drawn
+    logits_NV: Tensor  # of each position, float64
+
+
+def texts_given(window: Window, logits_NV: Tensor, uniform_N: Tensor, config: SamplerConfig) -> GivenTexts:
+    """The texts of a window, from logits at its positions that temperature and bans have changed already.
+
+    In float64, since positions whose tokens decide one another have equal entropies, which rounding must not
+    order.
+
+    Raises:
+        GenerationError: no text that is accepted has a probability.
+    """
+    predicted = window.by_class(logits_NV)
+    paths = window.possible(predicted.log_prob_WC)
+    exact_NV = logits_NV.double()
+    given_NV = exact_NV + window.by_token(paths.log_ratios(), exact_NV)
+    if config.filters:
+        weight_NV = weights(given_NV, given_NV.amax(-1, keepdim=True))
+        drawn_N = _draw_filtered(window, logits_NV, weight_NV, uniform_N, config)
+    else:
+        drawn_N = _draw_tokens(window, paths, logits_NV, uniform_N, 1.0)
+    return GivenTexts(_best_tokens(window, logits_NV, predicted.largest_WC), drawn_N, given_NV)
 
 
 def windows_of(
@@ -207,20 +239,20 @@ def _draw_tokens(
 
 
 def _draw_filtered(
-    window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig
+    window: Window, scaled_NV: Tensor, weight_NV: Tensor, uniform_N: Tensor, config: SamplerConfig
 ) -> Tensor:
     """Draw like `_draw_tokens`, when top_k, top_p and min_p have cut each position's distribution given the
-    constraint. Tokens that they leave out are drawn only where no text fits without them."""
-    row_N, class_V = window.row_N, window.class_V
-    weight_NV = weights(drawn_from_NV[row_N], drawn_from_NV[row_N].amax(-1, keepdim=True), config.temperature)
+    constraint, which is proportional to the weights. Tokens that they leave out are drawn only where no text
+    fits without them."""
+    class_V = window.class_V
     keep_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p) > 0
     keep_NC = (
-        torch.zeros(len(row_N), window.automaton.next_SC.shape[1], device=row_N.device).index_add(
+        torch.zeros(len(keep_NV), window.automaton.next_SC.shape[1], device=keep_NV.device).index_add(
             1, class_V, keep_NV.float()
         )
         > 0
     )
-    cut_NV = scaled_NV[row_N].double()
+    cut_NV = scaled_NV.double()
     cut_NV = torch.where(keep_NV, cut_NV, torch.where(keep_NC[:, class_V], -torch.inf, cut_NV - OUTSIDE))
     log_NC = class_weights(cut_NV, class_V, keep_NC.shape[1]).log_prob_WC
-    return _draw_tokens(window, window.possible(log_NC), cut_NV, uniform_N[row_N], 1.0)
+    return _draw_tokens(window, window.possible(log_NC), cut_NV, uniform_N, 1.0)

@@ -69,9 +69,9 @@ def constrained_gaps(
     *,
     completion: bool,
 ) -> tuple[Gap, ...]:
-    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may
-    follow the text. If the constraint is over the text, that is one gap without the special tokens on either
-    side.
+    """The gaps of a sequence; none without a constraint. A completion is one gap, of `max_new_tokens`, in
+    which an end token may follow the text; what the last canvas has beyond it is free. If the constraint is
+    over the text, that is one gap without the special tokens on either side.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -88,14 +88,15 @@ def constrained_gaps(
             )
         return (_whole_text(lm, vocabulary, ids, hidden, config, where),)
     banned = _banned(lm, config)
-    end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
+    ends: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
     gaps, start = [], 0
     for is_hidden, run in groupby(hidden):
         stop = start + len(list(run))
         if is_hidden:
+            end = start + config.max_new_tokens if completion else stop
             has_text = any(hidden[at] or vocabulary.bytes_V[ids[at]] is not None for at in range(start))
-            automaton = compile_constraint(config.constraint, vocabulary, end=end, at_start=not has_text)
-            gaps.append(Gap(start, stop, automaton, automaton.live_classes(banned)))
+            automaton = compile_constraint(config.constraint, vocabulary, end=ends, at_start=not has_text)
+            gaps.append(Gap(start, end, automaton, automaton.live_classes(banned)))
             _check_length(gaps[-1], where, completion=completion)
         start = stop
     return tuple(gaps)

@@ -80,8 +80,9 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
         for number, name in enumerate(names):
             if name is not None and number not in special:
                 bytes_V[number] = (added[number].content.encode() if number in added else write(name)) or None
+        never = (lm.mask_token_id,) if lm.mask_token_id < lm.vocab_size else ()
         known[key] = Vocabulary(
-            tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), (lm.mask_token_id,), strips_space
+            tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), never, strips_space
         )
     return known[key]
 

@@ -1,16 +1,21 @@
 """Denoising steps on canvases of random tokens (`unmask.generation.canvas`). The host reads one thing: which
-blocks are done. What a trace records of each step is read when its sequence is finished.
+blocks are done. With a constraint it also reads the tokens that are known and the chances of texts. What a
+trace records of each step is read when its sequence is finished.
 
 Shapes: B sequences, N positions of their blocks, J those of some sequences, M the most of one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from unmask.config.sampler import SamplerConfig
 from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
-from unmask.generation.engine.host import moved, moved_together, padded, ranks
+from unmask.generation.constraints.decide import Window, windows_of
+from unmask.generation.engine.host import moved, moved_together, padded, ranks, starts
 from unmask.generation.engine.sequence import RecordedStep, SequenceState, by_settings
 from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
 from unmask.generation.output import CanvasStep
@@ -65,11 +70,11 @@ def read_canvas_steps(sequence: SequenceState) -> list[CanvasStep]:
     """The recorded steps of a sequence, on the host."""
     if not sequence.canvas_steps:
         return []
-    starts, tokens, log_probs, temperatures = zip(*sequence.canvas_steps, strict=True)
+    firsts, tokens, log_probs, temperatures = zip(*sequence.canvas_steps, strict=True)
     sizes = [part_2N.shape[1] for part_2N in tokens]
     planes = (*torch.cat(tokens, 1).cpu(), torch.cat(log_probs).cpu())
     columns = ([part_N.tolist() for part_N in plane.split(sizes)] for plane in planes)
-    return [CanvasStep(*step) for step in zip(starts, *columns, temperatures, strict=True)]
+    return [CanvasStep(*step) for step in zip(firsts, *columns, temperatures, strict=True)]
 
 
 def _denoise(
@@ -93,7 +98,11 @@ def _denoise(
     key_N, step_N = key_B[row_N], steps_B[row_N]
     heat = np.array([settings.temperature(each.step) for each in sequences])
     temperature_N = moved(heat[member_N], device).to(logits_NV.dtype)
-    found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, at[1])
+    form = (
+        _known(slots, slot_B, row_N, config, logits_NV.shape[1]),
+        _windows(slots, sequences, count_B, device),
+    )
+    found = propose(lm, logits_NV, config, temperature_N, key_N, step_N, at[1], *form)
     if found.soft_ND is not None:
         _keep_soft(lm, slots, sequences, at, row_N, found.soft_ND)
     entropy_BM = padded(found.entropy_N, count_B, torch.inf)
@@ -114,13 +123,35 @@ def _denoise(
         kept_N = kept_N & ~done_N
         tokens_2N = torch.stack([slots.ids_SC[at], torch.where(kept_N, found.drawn_N, -1)])
         log_prob_N = torch.where(kept_N, found.drawn_log_prob_N, 0)
-        starts = [each.request.hidden.index(True, each.span[0]) - each.request.start for each in sequences]
+        firsts = [each.request.hidden.index(True, each.span[0]) - each.request.start for each in sequences]
         parts = (part.split(count_B.tolist(), -1) for part in (tokens_2N, log_prob_N))
-        recorded += zip(sequences, map(RecordedStep, starts, *parts, heat.tolist()), strict=True)
+        recorded += zip(sequences, map(RecordedStep, firsts, *parts, heat.tolist()), strict=True)
     slots.write(at, found.decision, slice(None), torch.where(done_N, step_N, -1))
     slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
     slots.sum_S.index_add_(0, at[0], found.entropy_N)
     return done_B
+
+
+def _known(
+    slots: BatchState, slot_B: torch.Tensor, row_N: torch.Tensor, config: SamplerConfig, vocabulary: int
+) -> torch.Tensor | None:
+    """The tokens [N, V] that each sequence knows, for a repetition penalty."""
+    return slots.present(slot_B, vocabulary)[row_N] if config.repetition_penalty != 1 else None
+
+
+def _windows(
+    slots: BatchState, sequences: list[SequenceState], count_B: np.ndarray, device: torch.device
+) -> list[Window]:
+    """The windows of all sequences. The host reads the blocks that are finished."""
+    windows: list[Window] = []
+    for sequence, first in zip(sequences, starts(count_B).tolist(), strict=True):
+        if sequence.config.constraint is None:
+            continue
+        request = sequence.request
+        ids = slots.ids_SC[sequence.slots[0], : request.length].tolist()
+        own = windows_of(request.gaps, sequence.span, ids, request.hidden, device)
+        windows += [replace(window, row_N=window.row_N + first) for window in own]
+    return windows
 
 
 def _keep_soft(

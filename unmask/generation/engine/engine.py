@@ -46,7 +46,9 @@ class SequenceView(NamedTuple):
     """What can be seen of a sequence between two steps.
 
     Attributes:
-        ids: with the mask token at hidden positions.
+        ids: with the mask token at hidden positions. On a canvas of random tokens, which none of them ends,
+            the most probable tokens: the last ones are committed.
+        hidden: the positions without a token to show.
         log_probs: of revealed tokens, when they were revealed.
         steps: denoising steps so far.
         num_final: positions from the first one on that no later step changes.
@@ -55,6 +57,7 @@ class SequenceView(NamedTuple):
     """
 
     ids: list[int]
+    hidden: list[bool]
     log_probs: list[float]
     steps: int
     num_final: int
@@ -184,18 +187,26 @@ class Engine:
         if sequence is None:
             return None
         at = (sequence.slots[0], slice(0, sequence.request.length))
-        ids = self.slots.ids_SC[at].tolist()
+        ids, hidden = self.slots.ids_SC[at].tolist(), self.slots.hidden_SC[at].tolist()
         config, forbidden = sequence.config, None
         if sequence.speculation is not None:
             num_final = sequence.speculation.position
         elif sequence.hides_again or self.canvas:
             num_final = sequence.span[0]
         else:
-            num_final = [*self.slots.hidden_SC[at].tolist(), True].index(True)
+            num_final = [*hidden, True].index(True)
+        if self.canvas and sequence.step:
+            block = slice(*sequence.span)
+            best = self.slots.best_SC[at][block].tolist()
+            ids[block] = [
+                each if is_hidden else token
+                for token, each, is_hidden in zip(ids[block], best, hidden[block], strict=True)
+            ]
+            hidden[block] = [False] * len(best)
         if config.top_forbidden:
             forbidden = self.slots.most_probable("forbidden", at, config.top_forbidden)
         log_probs = self.slots.log_prob_SC[at].tolist()
-        return SequenceView(ids, log_probs, sequence.steps_done, num_final, forbidden)
+        return SequenceView(ids, hidden, log_probs, sequence.steps_done, num_final, forbidden)
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""

@@ -102,17 +102,20 @@ class SlotCache(Cache):
         value_states: Tensor,
         layer_idx: int,
         *_: Any,
-        queries: slice = slice(None),
+        queries: slice | None = None,
         **__: Any,
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D].
-        `queries`: those of the pass that they belong to."""
+        `queries`: those of the pass that they belong to; None: all."""
         place = self.places.setdefault(layer_idx, len(self.places))
         if place == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         if (count := key_states.shape[1]) not in self.heads:
             self.heads[count] = torch.arange(count, device=key_states.device)[:, None]
-        at = (self.slot_B1Q[..., queries], self.heads[count], self.column_B1Q[..., queries])
+        slot_B1Q, column_B1Q = self.slot_B1Q, self.column_B1Q
+        if queries is not None:
+            slot_B1Q, column_B1Q = slot_B1Q[..., queries], column_B1Q[..., queries]
+        at = (slot_B1Q, self.heads[count], column_B1Q)
         for stored, new in zip(self.stored[place], (key_states, value_states), strict=True):
             stored[at] = new
         if not torch.compiler.is_compiling() and place < len(self._read):

@@ -361,8 +361,9 @@ class BatchState:
         return ids, log_probs
 
     def present(self, slot_B: Tensor, vocabulary: int) -> Tensor:
-        """The tokens [B, V] that occur in the sequences of these slots."""
-        shown_BC = torch.where(self.hidden_SC[slot_B], self.mask_token_id, self.ids_SC[slot_B])
-        return torch.zeros(len(slot_B), vocabulary, dtype=torch.bool, device=slot_B.device).scatter_(
-            1, shown_BC, True
-        )
+        """The tokens [B, V] that occur in the sequences of these slots, without the mask token."""
+        ids_BC = self.ids_SC[slot_B]
+        unseen_BC = self.hidden_SC[slot_B] | (ids_BC == self.mask_token_id)
+        shown_BC = torch.where(unseen_BC, vocabulary, ids_BC)
+        present_BV = torch.zeros(len(slot_B), vocabulary + 1, dtype=torch.bool, device=slot_B.device)
+        return present_BV.scatter_(1, shown_BC, True)[:, :vocabulary]

@@ -39,6 +39,7 @@ from unmask.generation.remote.protocol import (
 from unmask.generation.remote.vllm_client import RemoteLM, check_nccl
 from unmask.generation.requests import Request, longest_first, make_requests
 from unmask.generation.sampler import generate
+from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.variables import ADMIN_KEY, API_KEY
 
@@ -215,6 +216,11 @@ class ServerBackend(RemoteBackend):
     with `--weights-from`, by the key in UNMASK_ADMIN_KEY."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
+        if lm.canvas and has_adapters(lm):
+            what = (
+                "a server gets whole weights, and the adapters of DiffusionGemma cannot be merged into them"
+            )
+            raise GenerationError(what, where="backend", remedy="Use backend 'local'")
         super().__init__(config, lm, folder)
         url = str(config.url)
         self.http = HttpClient(
@@ -290,14 +296,12 @@ class ServerBackend(RemoteBackend):
             mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *SERVER_SETTINGS, "trace"}
         )
         keys = [request.key for request in requests]
+        # with uniform noise the temperatures are settings of `diffusion`, which the other one would scale
+        apart = {"top_log_probs", *(["temperature"] if self.lm.noise == "uniform" else [])}
         body = {
             "model": self.model,
             "prompt": [request.prompt for request in requests],
-            **{
-                theirs: getattr(config, ours)
-                for ours, theirs in OPENAI_NAMES.items()
-                if ours != "top_log_probs"
-            },
+            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours not in apart},
             "logprobs": config.top_log_probs or None,  # as completions name it
             "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
         }
@@ -321,13 +325,15 @@ class ServerBackend(RemoteBackend):
 
 def read_trace(fields: dict[str, Any]) -> Trace:
     """A trace from JSON, where null stands for a log-probability of minus infinity."""
-    trace = Trace(
-        **{
+
+    def known(fields: dict[str, Any]) -> dict[str, Any]:
+        return {
             name: _with_infinity(value) if name.endswith("log_probs") else value
             for name, value in fields.items()
         }
-    )
-    return replace(trace, canvas_steps=[CanvasStep(**step) for step in fields["canvas_steps"]])
+
+    steps = [CanvasStep(**known(step)) for step in fields["canvas_steps"]]
+    return Trace(**known(fields) | {"canvas_steps": steps})
 
 
 def _with_infinity(values: Any) -> Any:

@@ -171,18 +171,21 @@ class Reply:
         return chunks
 
     def _frame(self, writer: TextWriter, frame: Frame) -> Fields:
-        """A frame, whose positions count from the first one that is answered."""
+        """A frame, whose positions count from the first one that is answered. What is denoised after the
+        last one, as a canvas is whole, is left out."""
         region = writer.region
         number = num_at_start(self._tokenizer, writer.before, *writer.given)  # that no text precedes
         revealed = []
         for each in frame.revealed:
+            if each.position >= region.stop:
+                continue
             position = each.position - region.start
             fields = {"position": position, **self._token(each.token, each.log_prob, position < number)}
             if self.config.top_forbidden:
                 fields["forbidden"] = [self._token(*token, position < number) for token in each.forbidden]
             revealed.append(fields)
         committed = min(max(frame.num_final, region.start), region.stop) - region.start
-        hidden = [position - region.start for position in frame.hidden]
+        hidden = [position - region.start for position in frame.hidden if position < region.stop]
         return {"step": frame.step, "revealed": revealed, "hidden": hidden, "committed": committed}
 
     def _token(self, token: int, log_prob: float, first: bool) -> Fields:

@@ -151,7 +151,9 @@ class TextWriter:
         ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
         # a text that meets a constraint as a whole needs no end token
         met = bool(request.gaps) and all(
-            gap.automaton.accepts(ids[gap.start : gap.stop]) for gap in request.gaps
+            self.lm.mask_token_id not in given and gap.automaton.accepts(given)
+            for gap in request.gaps
+            for given in [ids[gap.start : gap.stop]]
         )
         finish = "stop" if ended or region.fills or self._text.stop is not None or met else "length"
         steps = max(trace.steps, default=-1) + 1

@@ -16,6 +16,7 @@ class DiffusionFacts(TypedDict):
     """What a model is, as a diffusion model."""
 
     attention: str
+    noise: str
     block_size: int | None
     context_length: int | None
     mask_token: str
@@ -66,6 +67,7 @@ def model_card(model: ModelEngine, limits: RequestLimits) -> ModelCard:
         "version": model.version,
         "diffusion": {
             "attention": lm.attention,
+            "noise": lm.noise,
             "block_size": lm.block_size,
             "context_length": lm.context_length,
             "mask_token": str(lm.tokenizer.mask_token),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,20 @@ from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_messages, encode_prompt
 from unmask.data.formats import call_arguments
 from unmask.errors import ConfigError, GenerationError
+from unmask.generation.canvas import CanvasSettings
 from unmask.generation.constraints.bounded_process import bounded
 from unmask.generation.constraints.grammars import JSON
 from unmask.generation.fill_in_the_middle import fim_prompt
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.prompt_log_probs import PromptLogProbs, prompt_log_probs
-from unmask.generation.requests import Request, check_ids, make_infill_requests, make_requests, without_ends
+from unmask.generation.requests import (
+    Request,
+    check_ids,
+    completion_length,
+    make_infill_requests,
+    make_requests,
+    without_ends,
+)
 from unmask.models.chat_template import without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import UnsupportedError, check_depth
@@ -50,6 +58,8 @@ MOST_SEARCHED = 512
 JSON_OBJECT = JSON.replace("start: value", "start: object")
 EDIT_MARGIN = 128
 """Tokens by which an edit may be longer than its region: new lines, and the code fence around it."""
+COLDEST = 1e-6
+"""What temperature 0 stands for on a canvas of random tokens."""
 SEEDS = 2**53
 """Seeds that are drawn lie below: JSON of any client reads them exactly."""
 
@@ -226,6 +236,9 @@ async def _plan_middle(
         lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix))
     )
     exact, most = body.diffusion.length == "exact", min(size, MOST_SEARCHED)
+    if lm.noise == "uniform" and not exact:
+        what = "that of a gap is searched with masks, and this model's canvas has random tokens"
+        raise GenerationError(what, where="length", remedy="Set it to exact: max_new_tokens are written")
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
     ids, weights = await _with_lengths(context, parts, config, most, "<gap>")
     length = len(ids) - len(before) - len(after)
@@ -300,7 +313,7 @@ async def _plan_prompts(
     context: Context, body: SamplingRequest, encoded: list[list[int]], config: SamplerConfig
 ) -> RequestPlan:
     """Completions of token ids."""
-    context.check_length(max(map(len, encoded)) + config.max_new_tokens)
+    context.check_length(max(map(len, encoded)) + completion_length(context.lm, config.max_new_tokens))
     return await _plan(context, body, make_requests, encoded, config)
 
 
@@ -318,7 +331,7 @@ async def _plan(
         compiles=config.constraint is not None,
     )
     work = [Work(request, config, body.watched) for request in requests]
-    regions = [Region(request.start, request.length) for request in requests]
+    regions = [Region(request.start, request.end) for request in requests]
     return RequestPlan(work, regions, sum(request.hidden.count(False) for request in requests[:: body.n]))
 
 
@@ -451,6 +464,10 @@ def sampler_config(
         "top_p": request.top_p,
         "top_log_probs": top_log_probs,
     }
+    if lm.noise == "uniform" and wanted == 0:
+        given["max_denoising_steps"] = 1  # of what is not returned
+    if lm.noise == "uniform" and request.temperature is not None:
+        openai |= {"temperature": None, **_canvas_temperatures(request.temperature, given)}
     given |= {name: value for name, value in openai.items() if value is not None}
     seed = request.wanted_seed
     if seed is None:
@@ -472,15 +489,24 @@ def sampler_config(
     return config
 
 
+def _canvas_temperatures(temperature: float, given: Mapping[str, Any]) -> dict[str, float]:
+    """The temperatures of a canvas's steps for OpenAI's `temperature`, by which they are multiplied: so 1
+    changes nothing. 0 is taken for a factor so small that every step draws the most probable tokens."""
+    own, factor = CanvasSettings(), max(temperature, COLDEST)
+    return {
+        name: factor * (default if given.get(name) is None else given[name])
+        for name, default in (("t_min", own.t_min), ("t_max", own.t_max))
+    }
+
+
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: RequestLimits, prompt_tokens: int) -> int:
     """The tokens of an edit that does not say how many it wants: those of the region and `EDIT_MARGIN`, in
     whole decoding blocks, as far as there is room. Raises GenerationError if there is none for the region
     itself."""
-    region, block = (
-        len(encode_completion(lm.tokenizer, REGION, region_to_edit(request.content))),
-        request.diffusion.block_size or 1,
-    )
-    room = min(limits.max_tokens, (lm.context_length or limits.length) - prompt_tokens) // block * block
+    region = len(encode_completion(lm.tokenizer, REGION, region_to_edit(request.content)))
+    block, canvas = request.diffusion.block_size or 1, completion_length(lm, 1)
+    room = ((lm.context_length or limits.length) - prompt_tokens) // canvas * canvas
+    room = min(limits.max_tokens, room) // block * block
     if room < region:
         what = (
             f"the region to edit has {region:,} tokens, and the answer to this message at most "

@@ -142,7 +142,9 @@ class SamplingRequest(Body):
     """The length of the answer, in tokens; shorter where it ends with an end token. Default: that of
     `SamplerConfig.max_new_tokens`."""
     temperature: float | None = Field(default=None, ge=0, le=1e6)
-    """Divides the logits. Default 0: always the most probable token."""
+    """Divides the logits. Default 0: always the most probable token. With uniform noise it multiplies
+    `t_min` and `t_max`, the temperatures of all steps: 1 is the default, and with 0 every step draws the most
+    probable tokens."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw among the most probable tokens that together reach this probability."""
     seed: Key | None = None
