@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -166,8 +168,31 @@ def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(kind, bat
         assert trace.forward_passes == expected.forward_passes
         assert trace.log_probs == pytest.approx(expected.log_probs, abs=1e-9)
         assert trace.top_ids == expected.top_ids
+        assert len(trace.canvas_steps) == (trace.forward_passes if config.trace else 0)
         if config.trace:
             assert trace.entropies == pytest.approx(expected.entropies, abs=1e-9)
+            assert_same_steps(trace.canvas_steps, expected.canvas_steps)
+            check_steps(trace)
+
+
+def assert_same_steps(found, expected):
+    for step, other in zip(found, expected, strict=True):
+        assert step.log_probs == pytest.approx(other.log_probs, abs=1e-9)
+        assert replace(step, log_probs=[]) == replace(other, log_probs=[])
+
+
+def check_steps(trace):
+    """Each step shows what the one before it kept; the last one of a canvas keeps nothing."""
+    for step, after in itertools.pairwise([*trace.canvas_steps, None]):
+        if after is None or after.start != step.start:
+            assert set(step.kept) == {-1} and not any(step.log_probs)
+            continue
+        assert max(step.kept) >= 0
+        kept = [token >= 0 for token in step.kept]
+        assert all(seen == token for token, seen, k in zip(step.kept, after.shown, kept, strict=True) if k)
+        assert all(
+            log_prob <= 0 and (k or log_prob == 0) for log_prob, k in zip(step.log_probs, kept, strict=True)
+        )
 
 
 def test_gaps_of_given_length_are_filled_on_a_canvas():

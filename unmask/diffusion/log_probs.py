@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.diffusion.mixing import negative_divergence
-from unmask.diffusion.views import Views
+from unmask.diffusion.mixing import Replaced, negative_divergence
+from unmask.diffusion.views import Drawn, Views
 from unmask.errors import ConfigError
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
-from unmask.models.hooks.head import Reduction
-from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.models.hooks.head import Reduction, tempered
 from unmask.tensor_checks import check_tensors
 
 Pattern = tuple[Layout, AttentionMask]
-TargetValue = Callable[[DiffusionLM, ForwardInputs, Tensor, float], Tensor]
+TargetValue = Callable[[DiffusionLM, ForwardInputs, Tensor, float | Tensor], Tensor]
 COPIES_AT_ONCE = 3
 """Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows
 with their square."""
@@ -49,7 +48,7 @@ def view_log_probs(
         attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
         views: the hidden tokens and the targets. A causal view needs a separate pass, unless the model's
             clean half is causal.
-        temperature: the logits are divided by it.
+        temperature: the logits are divided by it (and by that of draws).
         chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
         measure: what is computed at each target in place of its log-probability, such as `entropies`.
     """
@@ -65,13 +64,18 @@ def view_log_probs(
     return passes.all_log_probs(chunk)
 
 
-def entropies(lm: DiffusionLM, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+def entropies(
+    lm: DiffusionLM, inputs: ForwardInputs, target_N: Tensor, temperature: float | Tensor = 1.0
+) -> Tensor:
     """The entropy [N] of each prediction, in nats, whichever its target."""
-    return lm.reduced(inputs, Reduction(_entropies_at, (), temperature))[0]
+    temperature_N = torch.as_tensor(temperature, device=target_N.device, dtype=torch.float64).expand_as(
+        target_N
+    )
+    return lm.reduced(inputs, Reduction(_entropies_at, (temperature_N,)))[0]
 
 
-def _entropies_at(logits_NV: Tensor, temperature: float) -> tuple[Tensor]:
-    return (torch.special.entr((at_least_float32(logits_NV) / temperature).softmax(-1)).sum(-1),)
+def _entropies_at(logits_NV: Tensor, temperature_N: Tensor, _: None) -> tuple[Tensor]:
+    return (torch.special.entr(tempered(logits_NV, temperature_N).softmax(-1)).sum(-1),)
 
 
 class Targets(NamedTuple):
@@ -95,6 +99,8 @@ class ViewPasses:
     temperature: float = 1.0
     measure: TargetValue = DiffusionLM.log_probs
     _patterns: dict[tuple[int, int, int], Pattern] = field(default_factory=dict)
+    # the mean embeddings of what each step predicted, by the rows and the step
+    _predicted: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.views.replaced is None) != (self.lm.noise == "masked"):
@@ -129,29 +135,78 @@ class ViewPasses:
         hidden_BMT = self._part(views.hidden_BMT, rows)[:, copies]
         padding_BT = self._part(self.attention_mask_BT, rows)
         causal_N = targets.token_N[len(targets.noised_N) :]
-        key = (rows.start, rows.stop, hidden_BMT.shape[1])
-        if key not in self._patterns:
-            target_BT = self._part(views.target_BMT, rows).any(1)
-            pattern = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1], target_BT)
-            self._patterns[key] = pattern
         causal_target_N = causal_N if len(causal_N) else None
         seen_BMT = None
         if views.replaced is not None:
             seen_BMT = self._part(views.replaced.ids_BMT, rows)[:, copies]
         inputs = forward_inputs(
             *(self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N),
-            pattern=self._patterns[key],
+            pattern=self._pattern(rows, hidden_BMT.shape[1]),
             seen_BMT=seen_BMT,
         )
+        if isinstance(views.replaced, Drawn):
+            if self.lm.canvas:
+                inputs = replace(inputs, soft_BKD=self._last_predictions(rows, copies))
+            token_N, temperature_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced[1:3])
+            return self.measure(self.lm, inputs, token_N, self.temperature * temperature_N)
         target_N = ids_BT.take(targets.token_N)
         if views.divergence:
-            assert views.replaced is not None
+            assert isinstance(views.replaced, Replaced)
             planes_N = (plane_BMT.take(targets.place_N) for plane_BMT in views.replaced)
             mask_token_id = -1 if self.lm.noise == "uniform" else self.lm.mask_token_id
             setting = (self.temperature, mask_token_id)
             reduction = Reduction(negative_divergence, (target_N, *planes_N), setting)
             return self.lm.reduced(inputs, reduction)[0]
         return self.measure(self.lm, inputs, target_N, self.temperature)
+
+    def _pattern(self, rows: slice, copies: int) -> Pattern:
+        """The attention of a pass over this number of copies of some rows."""
+        key = (rows.start, rows.stop, copies)
+        if key not in self._patterns:
+            drawn = isinstance(self.views.replaced, Drawn)
+            canvas_BMT = self._part(self.views.hidden_BMT if drawn else self.views.target_BMT, rows)
+            ids_BT, padding_BT = (self._part(each, rows) for each in (self.ids_BT, self.attention_mask_BT))
+            self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, copies, canvas_BMT.any(1))
+        return self._patterns[key]
+
+    def _last_predictions(self, rows: slice, copies: slice) -> Tensor:
+        """The mean embeddings [B, M T, D] of what the step before that of each view predicted; 0 for first
+        steps."""
+        assert isinstance(self.views.replaced, Drawn)
+        step_BM = self._part(self.views.replaced.step_BMT, rows)[:, copies, 0]
+        steps = step_BM.unique().tolist()
+        parts = {step: self._predictions(rows, step - 1) for step in steps if step > 0}
+        like_BTD = next(iter(parts.values()), None)
+        if like_BTD is None:
+            like_BTD = self.lm.model.get_input_embeddings()(self._part(self.ids_BT, rows)).detach()
+        soft_BMTD = like_BTD.new_zeros(*step_BM.shape, *like_BTD.shape[1:])
+        for step, part_BTD in parts.items():
+            soft_BMTD += (step_BM == step)[:, :, None, None] * part_BTD[:, None]
+        return soft_BMTD.flatten(1, 2)
+
+    @torch.no_grad()
+    def _predictions(self, rows: slice, step: int) -> Tensor:
+        """The mean embeddings [B, T, D] of what a step predicted, itself given those of the step before."""
+        key = (rows.start, rows.stop, step)
+        if key not in self._predicted:
+            assert self.views.canvas_steps is not None
+            canvases = self.views.canvas_steps.select(rows)
+            ids_BT, hidden_B1T = self._part(self.ids_BT, rows), self._part(self.views.hidden_BMT, rows)[:, :1]
+            seen_B1T = canvases.shown_BST[:, step, None]
+            inputs = forward_inputs(
+                *(self.lm, ids_BT, None, hidden_B1T, hidden_B1T),
+                pattern=self._pattern(rows, 1),
+                seen_BMT=seen_B1T,
+            )
+            if step > 0:
+                inputs = replace(inputs, soft_BKD=self._predictions(rows, step - 1))
+            at = hidden_B1T[:, 0].nonzero(as_tuple=True)
+            heat_N = canvases.temperature_BS[at[0], step]
+            soft_ND = self.lm.mean_embeddings(tempered(self.lm.forward(inputs), heat_N).softmax(-1))
+            soft_BTD = soft_ND.new_zeros(*ids_BT.shape, soft_ND.shape[1])
+            soft_BTD[at] = soft_ND
+            self._predicted[key] = soft_BTD
+        return self._predicted[key]
 
     def _part(self, each: Any, rows: slice) -> Any:
         return each if each is None or (rows.start == 0 and rows.stop >= len(each)) else each[rows]

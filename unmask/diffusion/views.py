@@ -10,8 +10,8 @@ Plans read `group_BT`, the group of each maskable token and -1 elsewhere
 (`unmask.diffusion.log_probs.noise_groups`), and a `MaskRNG` with a key for each row. They raise ConfigError
 if these differ in their numbers of rows, or no view is asked for.
 
-Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are
-hidden.
+Shapes: B batch, M views, T tokens, S steps. L is the number of maskable tokens in a group, k how many of
+them are hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,31 @@ CART_CUT = 1e-6  # the tail of a geometric distribution
 MAX_LEVEL = 1 - 1e-6  # of random tokens, whose weights divide by what is kept
 
 
+class CanvasSteps(NamedTuple):
+    """The denoising steps of canvases of random tokens, counted from the first of each canvas."""
+
+    shown_BST: Tensor  # what each step saw
+    kept_BST: Tensor  # the drawn tokens that it kept, of the last step the result; -1 elsewhere
+    temperature_BS: Tensor  # of their distributions; float64
+    count_BT: Tensor  # the number of steps of the canvas of each position
+
+    def select(self, rows: slice) -> CanvasSteps:
+        """The steps of some rows."""
+        return CanvasSteps(*(part[rows] for part in self))
+
+
+class Drawn(NamedTuple):
+    """What the model saw of a canvas of random tokens, and what was drawn from its predictions."""
+
+    ids_BMT: Tensor
+    token_BMT: Tensor
+    """The drawn tokens, whose log-probabilities are computed in place of the clean tokens'."""
+    temperature_BMT: Tensor
+    """The temperatures of the distributions that they were drawn from; float64."""
+    step_BMT: Tensor
+    """The step that saw this, counted from the first of the canvas."""
+
+
 @dataclass(frozen=True)
 class Views:
     """Noised copies of a batch."""
@@ -47,9 +72,11 @@ class Views:
     # whether the last view hides nothing, and each of its tokens is predicted from those before it
     causal: bool = False
     # what the model sees, if that is not masks alone
-    replaced: Replaced | None = None
+    replaced: Replaced | Drawn | None = None
     # whether targets are measured by the bound of `unmask.diffusion.mixing`, not by their log-probability
     divergence: bool = False
+    # with draws, all steps of their canvases, for models that are conditioned on what they predicted last
+    canvas_steps: CanvasSteps | None = None
 
     @property
     def count(self) -> int:
@@ -88,8 +115,9 @@ class Views:
         return self.of_planes(lambda plane_BMT: plane_BMT[rows, views])
 
     def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
-        """These views with each of their tensors changed in the same way, all marked as noised."""
-        other = None if self.replaced is None else Replaced(*map(change, self.replaced))
+        """These views with each of their tensors changed in the same way, all marked as noised, and without
+        the steps of canvases."""
+        other = None if self.replaced is None else type(self.replaced)(*map(change, self.replaced))
         return Views(
             change(self.hidden_BMT),
             change(self.target_BMT),

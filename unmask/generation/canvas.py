@@ -99,6 +99,7 @@ class Proposal(NamedTuple):
     decision: Decision  # of the most probable token
     drawn_N: Tensor
     entropy_N: Tensor  # float64, of the distribution that tokens are drawn from, in nats
+    drawn_log_prob_N: Tensor | None  # float64, of the drawn tokens under that distribution; with a trace
     soft_ND: Tensor | None  # its mean embeddings, of models that read them
 
 
@@ -175,8 +176,8 @@ def propose(
     ]
     if windows:
         joined = [None if values is None else values[order_N] for values in joined]
-    *decided, drawn_N, entropy_N, soft_ND = joined
-    return Proposal(Decision(*decided), drawn_N, entropy_N, soft_ND)
+    *decided, drawn_N, entropy_N, drawn_log_prob_N, soft_ND = joined
+    return Proposal(Decision(*decided), drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 
 def _proposed(
@@ -188,8 +189,8 @@ def _proposed(
     window: Window | None,
     config: SamplerConfig,
 ) -> tuple[Any, ...]:
-    """The fields of the decision, the drawn tokens, the entropies, and the mean embeddings, at the positions
-    of a window or at some others."""
+    """The fields of the decision, and of the proposal after it, at the positions of a window or at some
+    others."""
     own_NV, texts = penalize_and_ban(logits_NV / temperature_N[:, None], config, present_NV), None
     if window is not None and not own_NV.isnan().any():  # else the caller refuses it
         texts = texts_given(window, own_NV, uniform_N, config)
@@ -208,8 +209,11 @@ def _proposed(
     sampled_N = share_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
     top = most_probable(logits_NV, normalizer_N[:, None]) if config.top_log_probs else (None, None)
     decision = Decision(token_N, at_token, -entropy_N.float(), sampled_N, entropy_N, *top)
+    drawn_log_prob_N = None
+    if config.trace:
+        drawn_log_prob_N = share_NV.gather(1, drawn_N[:, None]).squeeze(1).log().double()
     soft_ND = lm.mean_embeddings(share_NV) if lm.canvas else None
-    return (*decision, drawn_N, entropy_N, soft_ND)
+    return (*decision, drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 
 def accept(entropy_BM: Tensor, bound: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 from unmask.config.sampler import SamplerConfig
 from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
 from unmask.generation.constraints.decide import decide_given, windows_of
-from unmask.generation.output import Generation, Trace, make_generation
+from unmask.generation.output import CanvasStep, Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide, refuse_nan
 from unmask.generation.requests import (
     Request,
@@ -239,6 +239,7 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
     those of finished blocks."""
     settings, ids, steps, passes = CanvasSettings.of(config), list(request.ids), [-1] * request.length, 0
     decided: dict[int, Decision] = {}
+    canvas_steps: list[CanvasStep] = []
     for start, stop in request.blocks:
         hidden = [position for position in range(start, stop) if request.hidden[position]]
         position_N = torch.tensor(hidden, device=lm.device)
@@ -270,11 +271,17 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
             confident = is_confident(
                 entropy_1N, position_N.new_tensor([len(hidden)]), settings.confidence_threshold
             )
-            if stable and bool(confident):
+            is_last = (stable and bool(confident)) or step == settings.max_denoising_steps - 1
+            kept_N = accept(entropy_1N, settings.entropy_bound)[0] & (not is_last)
+            if found.drawn_log_prob_N is not None:
+                kept = torch.where(kept_N, found.drawn_N, -1).tolist()
+                log_probs = torch.where(kept_N, found.drawn_log_prob_N, 0).tolist()
+                at = hidden[0] - request.start, canvas_N.tolist()
+                canvas_steps.append(CanvasStep(*at, kept, log_probs, settings.temperature(step)))
+            if is_last:
                 break
             earlier.append(best)
             renewed_N = random_tokens(lm, config.seed, key_N, step_N + 1, position_N)
-            kept_N = accept(entropy_1N, settings.entropy_bound)[0]
             canvas_N = torch.where(kept_N, found.drawn_N, renewed_N)
             if found.soft_ND is not None:  # of a token that is given, its own embedding
                 soft_1TD = lm.model.get_input_embeddings()(shown_1T)
@@ -285,7 +292,9 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
             ids[position], steps[position] = best[index], passes - 1
         if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
             break
-    return _trace(request, config, ids, steps, decided, passes)
+    trace = _trace(request, config, ids, steps, decided, passes)
+    trace.canvas_steps = canvas_steps
+    return trace
 
 
 def _trace(

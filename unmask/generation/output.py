@@ -12,6 +12,27 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 
 @dataclass
+class CanvasStep:
+    """What a denoising step saw of a canvas of random tokens, and the drawn tokens that it kept. Given the
+    canvas, the kept tokens are independent; the others are new random tokens.
+
+    Attributes:
+        start: the first of the canvas's positions, counted as in `Trace.canvas`.
+        shown: the tokens that the step saw at the positions to predict.
+        kept: the tokens that were drawn and kept; -1 where the next step saw a new random token. The last
+            step of a canvas keeps none: its most probable tokens are the result.
+        log_probs: of the kept tokens under the distribution that they were drawn from, in nats; else 0.
+        temperature: of that distribution.
+    """
+
+    start: int
+    shown: list[int]
+    kept: list[int]
+    log_probs: list[float]
+    temperature: float
+
+
+@dataclass
 class Trace:
     """The whole canvas of a completion, with what follows its end token.
 
@@ -31,6 +52,7 @@ class Trace:
         forward_passes: passes over the sequence; with a verifier, its passes.
         num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and
             those that were kept.
+        canvas_steps: of canvases of random tokens, every step; only with `config.trace`.
     """
 
     canvas: list[int]
@@ -45,6 +67,7 @@ class Trace:
     forward_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    canvas_steps: list[CanvasStep] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

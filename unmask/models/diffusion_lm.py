@@ -48,7 +48,7 @@ from unmask.models.chat_template import (
 from unmask.models.compiled import compile_model, taken_apart
 from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_settings
 from unmask.models.hooks import head
-from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
+from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at, tempered_log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
 from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
@@ -565,9 +565,11 @@ class DiffusionLM(ModuleMethods):
             logits.select(-1, token).fill_(-torch.inf)
         return logits
 
-    def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
         """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J
-        targets per row)."""
+        targets per row). `temperature`: of all rows, or of each [N]."""
+        if isinstance(temperature, Tensor):
+            return self.reduced(inputs, Reduction(tempered_log_probs_at, (target_N, temperature)))[0]
         return self.reduced(inputs, Reduction(log_probs_at, (target_N,), temperature))[0]
 
     def reduced(self, inputs: ForwardInputs, reduction: Reduction) -> tuple[Tensor, ...]:

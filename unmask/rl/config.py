@@ -10,9 +10,10 @@ from typing import Any, Literal, Self, get_args
 from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.layers import read_recipe, recipe_names
 from unmask.config.rollout import RolloutConfig, unread_by_vllm
-from unmask.config.run import RunConfig, build_training_args, checked_fields
+from unmask.config.run import NoiseName, RunConfig, build_training_args, checked_fields
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, did_you_mean
+from unmask.generation.canvas import OF_MASKS
 from unmask.planning.blueprint import ModelSpec
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import Divergence, LossType
@@ -617,11 +618,41 @@ class GRPOConfig(TrainingConfig):
         """Whether the KL term is to another model than the old policy."""
         return bool(self.beta) and self.kl_to == "reference"
 
-    def sampler(self, temperature: float) -> SamplerConfig:
-        """The sampler settings of rollouts."""
+    def sampler(self, temperature: float, noise: NoiseName = "masked") -> SamplerConfig:
+        """The sampler settings of rollouts, for a model of this noise. Canvases of random tokens have
+        temperatures of their own (`t_min` and `t_max`), and none at which they are greedy."""
         own: dict[str, Any] = {field: getattr(self, name) for field, name in SAMPLED_BY.items()}
         own |= {"temperature": temperature, "min_p": self.min_p or 0.0, "trace": True}
+        if noise == "uniform":
+            del own["temperature"]
         return SamplerConfig(**own | (self.generation_kwargs or {}))
+
+    def check_trained_noise(self, noise: NoiseName) -> None:
+        """Refuse methods and settings that need masks for a model of random tokens, and hybrid noise."""
+        if noise != "uniform":
+            super().check_trained_noise(noise)
+            return
+        method = get_method(self.method)
+        if not method.random_tokens:
+            what = f"{self.method} hides tokens behind masks, and the model's noise is {noise}"
+            fitting = ", ".join(name for name, other in METHODS.items() if other.random_tokens)
+            raise ConfigError(what, where="method", remedy=f"Use one of {fitting}")
+        sampler = self.sampler(self.temperature, noise)
+        for name in (*sampler.of_texts, *(self.given & {"temperature"})):
+            if name in OF_MASKS:
+                where = SAMPLED_BY.get(name, f"generation_kwargs.{name}")
+                what = "needs masks, and rollouts are canvases of random tokens"
+                remedy = OF_MASKS[name].replace("Use ", "Use generation_kwargs with ")
+                raise ConfigError(what, where=where, remedy=remedy)
+        if "prompt_mask_rate" in settings_of(method) and self.prompt_mask_rate:
+            what = f"hides tokens behind masks, and the model's noise is {noise}"
+            raise ConfigError(what, where="prompt_mask_rate", remedy="Leave it out")
+        if (self.method_settings or {}).get("exact_counts") is False:
+            what = "counts hidden tokens, and random tokens are hidden one by one"
+            raise ConfigError(what, where="method_settings.exact_counts", remedy="Leave it out")
+        if method.estimator == "token" and self.logprob_temperature is not None:
+            what = "draws from canvases have the temperature of the step that drew them"
+            raise ConfigError(what, where="logprob_temperature", remedy="Leave it out")
 
     def _checked_sampler(self) -> SamplerConfig:
         """The sampler settings of rollouts. Raises ConfigError for settings that cannot be sampled with."""
@@ -638,6 +669,18 @@ class GRPOConfig(TrainingConfig):
             if (error.where or "").partition(".")[0] in given:
                 raise error.moved(f"generation_kwargs.{error.where}") from error
             raise
+
+    def refuse_for_canvas_models(self) -> None:
+        """Raise ConfigError for settings that change what a canvas model's steps are conditioned on: draws
+        are replayed given whole predictions."""
+        if get_method(self.method).estimator != "token":
+            return
+        sampler = self.sampler(self.temperature, "uniform")
+        for name in (*LIKELY_TOKENS[:4], "constraint", "allowed_tokens", "forbidden_tokens"):
+            if name in sampler.of_texts:
+                what = "changes the last prediction, on which each step of this model is conditioned"
+                where = SAMPLED_BY.get(name, f"generation_kwargs.{name}")
+                raise ConfigError(what, where=where, remedy="Leave it out, or use espo, gdpo or bgpo")
 
     @classmethod
     def for_task(cls, task: str, **settings: Any) -> Self:

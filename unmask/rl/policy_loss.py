@@ -9,11 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from unmask.diffusion.views import MaskRNG, Views
+from unmask.diffusion.views import Drawn, MaskRNG, Views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
-from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, averaging_units, loss_of
+from unmask.rl.methods.base import (
+    DivergenceMethod,
+    Loss,
+    LossInputs,
+    Method,
+    averaging_units,
+    loss_of,
+    per_token,
+)
 from unmask.rl.methods.masking import weighted_views
 from unmask.rl.rollout import Rollout, Update, learnable
 from unmask.tensor_checks import check_tensors
@@ -127,16 +135,24 @@ def loss_inputs(
     `policy_loss`."""
     assert method.loss_type is not None
     unit_BT = averaging_units(update.rollout, update.views, method.loss_type)
-    weight_BT = token_weights(update.loss_mask_BT, method.loss_type, unit_BT, max_completion_length)
+    loss_mask_BT = per_token(update.views, update.loss_mask_BT)
+    weight_BT = token_weights(loss_mask_BT, method.loss_type, unit_BT, max_completion_length)
     if chunk is not None:
+        drawn, whole = isinstance(update.views.replaced, Drawn), update.views.target_BMT.shape
         update = update.select_rows(*chunk)
-        weight_BT = weight_BT[chunk[0]] * update.views.target_BMT.any(1)
+        if drawn:
+            weight_BT = weight_BT.view(whole)[chunk].flatten(1)
+        else:
+            weight_BT = weight_BT[chunk[0]] * update.views.target_BMT.any(1)
+    advantage_BT = update.advantage_BT
+    if advantage_BT.shape[1] > 1:
+        advantage_BT = per_token(update.views, advantage_BT)
     old_BMT = log_prob_BMT.detach() if update.old_BMT is None else update.old_BMT
     reference_BMT = update.reference_BMT
     if isinstance(method, DivergenceMethod) and method.beta and method.kl_to == "old":
         reference_BMT = old_BMT
     return LossInputs(
-        log_prob_BMT, old_BMT, reference_BMT, update.rollout, update.views, update.advantage_BT, weight_BT
+        log_prob_BMT, old_BMT, reference_BMT, update.rollout, update.views, advantage_BT, weight_BT
     )
 
 
@@ -144,4 +160,4 @@ def items_of(method: Method, update: Update) -> Tensor:
     """The divisor of the method's summed loss: see `count_items`."""
     assert method.loss_type is not None
     unit_BT = averaging_units(update.rollout, update.views, method.loss_type)
-    return count_items(update.loss_mask_BT, method.loss_type, unit_BT)
+    return count_items(per_token(update.views, update.loss_mask_BT), method.loss_type, unit_BT)

@@ -2,13 +2,14 @@
 made of both.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its
-end).
+end), S denoising steps of a canvas of random tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from unmask.data.decoding import text_after
 from unmask.data.rows import pad_rows
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.views import Views, columns
+from unmask.diffusion.mixing import RandomTokens
+from unmask.diffusion.views import CanvasSteps, Views, columns
 from unmask.errors import GenerationError, TrainingError
-from unmask.generation.output import Generation, end_of
+from unmask.generation.output import Generation, Trace, end_of
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tensor_checks import check_tensors
 
@@ -29,7 +31,8 @@ class Rollout:
     """Completions as they were sampled.
 
     Attributes:
-        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
+        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed (in models
+            without masks the padding token).
         document_BT: 1 on the canvas, 0 on padding.
         prompt_BT: True on the prompt.
         completion_BT: True on the completion, up to and including its first EOS.
@@ -41,6 +44,8 @@ class Rollout:
         sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process
             sampled it.
         one_document: whether it is known that there is no padding, so that attention can reuse a cached mask.
+        random_tokens: the tokens of the model's noise, if that is uniform; else None.
+        canvas_steps: likewise the steps of its canvases.
     """
 
     ids_BT: Tensor
@@ -52,6 +57,8 @@ class Rollout:
     block_BT: Tensor
     sampled_BT: Tensor | None = None
     one_document: bool = False
+    random_tokens: RandomTokens | None = None
+    canvas_steps: CanvasSteps | None = None
 
     @property
     def beyond_BT(self) -> Tensor:
@@ -68,6 +75,8 @@ class Rollout:
         tensors: dict[str, Any] = {
             name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)
         }
+        if self.canvas_steps is not None:
+            tensors["canvas_steps"] = self.canvas_steps.select(index)
         return replace(self, **tensors)
 
     def whole(self) -> Rollout:
@@ -163,12 +172,13 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     )
     shapes = [tuple(part.shape) for part in tensors]
     count = shapes[0][1] if len(shapes[0]) == 3 else 0
-    if not dtypes_fit or count == 0 or shapes != [(batch, count, length)] * 3:
+    if not dtypes_fit or count == 0 or {*shapes} != {(batch, count, length)}:
         found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
         raise TrainingError(
             f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy
         )
-    visible = (views.target_BMT & ~views.hidden_BMT).any()
+    # which tokens are random, the model does not see
+    visible = (views.target_BMT & ~views.hidden_BMT).any() & (views.replaced is None)
     outside = (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any()
     any_visible, any_outside = torch.stack([visible, outside]).tolist()  # the host waits once
     if any_visible:
@@ -195,13 +205,20 @@ def make_rollout(
         sampled: keep the server's log-probabilities of the drawn tokens.
 
     Raises:
-        GenerationError: there is no trace, or the server did not return them.
+        GenerationError: there is no trace, or it has no steps of canvases of random tokens, or the server did
+            not return the log-probabilities.
     """
     if generation.trace is None:
         raise GenerationError(
             "has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)"
         )
     traces, prompts = generation.trace[at], generation.prompts[at]
+    if lm.noise == "uniform" and not all(trace.canvas_steps for trace in traces):
+        what, remedy = (
+            "has no steps of its canvases",
+            "Sample it from this model, with SamplerConfig(trace=True)",
+        )
+        raise GenerationError(what, where="generation", remedy=remedy)
     if sampled and not all(trace.sampled_log_probs for trace in traces):
         raise GenerationError(
             "the server does not return the log-probabilities of its tokens",
@@ -217,6 +234,8 @@ def make_rollout(
 
     ids = [prompt + trace.canvas for prompt, trace in zip(prompts, traces, strict=True)]
     ids_BT = pad_rows(ids, lm.pad_token_id).to(lm.device, non_blocking=True)
+    if lm.noise == "uniform":
+        ids_BT = ids_BT.masked_fill(ids_BT == lm.mask_token_id, lm.pad_token_id)
     lengths = [[len(row) for row in rows] for rows in (prompts, generation.tokens[at], ids)]
     prompt_B1, tokens_B1, whole_B1 = torch.tensor(lengths)[:, :, None].to(lm.device, non_blocking=True)
     position_BT = columns(ids_BT)
@@ -233,7 +252,32 @@ def make_rollout(
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
         sampled_BT=padded(0.0, (trace.sampled_log_probs for trace in traces), 0.0) if sampled else None,
         one_document=len(set(map(len, ids))) == 1,
+        random_tokens=RandomTokens.of(lm) if lm.noise == "uniform" else None,
+        canvas_steps=read_canvas_steps(traces, prompts, ids_BT) if lm.noise == "uniform" else None,
     )
+
+
+def read_canvas_steps(traces: Sequence[Trace], prompts: Sequence[list[int]], ids_BT: Tensor) -> CanvasSteps:
+    """The steps that traces recorded."""
+    canvases = [
+        [[*steps] for _, steps in groupby(trace.canvas_steps, lambda step: step.start)] for trace in traces
+    ]
+    most = max(len(steps) for row in canvases for steps in row)
+    shape, clean_BT = (len(ids_BT), most, ids_BT.shape[1]), ids_BT.cpu()
+    shown_BST = clean_BT[:, None].repeat(1, most, 1)
+    kept_BST, temperature_BS = torch.full(shape, -1), torch.ones(shape[:2], dtype=torch.float64)
+    count_BT = torch.zeros_like(clean_BT)
+    for row, (prompt, of_row) in enumerate(zip(prompts, canvases, strict=True)):
+        for steps in of_row:
+            start = len(prompt) + steps[0].start
+            at = slice(start, start + len(steps[0].shown))
+            shown_BST[row, : len(steps), at] = torch.tensor([step.shown for step in steps])
+            kept_BST[row, : len(steps), at] = torch.tensor([step.kept for step in steps])
+            kept_BST[row, len(steps) - 1, at] = clean_BT[row, at]
+            temperature_BS[row, : len(steps)] = torch.tensor([step.temperature for step in steps]).double()
+            count_BT[row, at] = len(steps)
+    parts = (shown_BST, kept_BST, temperature_BS, count_BT)
+    return CanvasSteps(*(part.to(ids_BT.device, non_blocking=True) for part in parts))
 
 
 def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_size: int | None) -> Tensor:

@@ -77,7 +77,7 @@ class RolloutSource:
         """The prompts, settings and keys with which a backend samples."""
         return (
             [row.prompt if row.ids is None else row.ids for row in rows],
-            self.args.sampler(temperature),
+            self.args.sampler(temperature, self.lm.noise),
             [completion_key(row, step) for row in rows],
         )
 

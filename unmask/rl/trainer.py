@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from unmask.diffusion.log_probs import entropies, view_log_probs
-from unmask.diffusion.views import MaskRNG, Views
+from unmask.diffusion.mixing import RandomTokens, Replaced
+from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
@@ -44,7 +45,15 @@ from unmask.rl.prompts import (
     prompts_per_step,
 )
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
-from unmask.rl.rollout import Rollout, Update, check_views, cut_at_end, learnable, make_rollout, plan_views
+from unmask.rl.rollout import (
+    Rollout,
+    Update,
+    check_views,
+    cut_at_end,
+    learnable,
+    make_rollout,
+    plan_views,
+)
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
 from unmask.rl.weighted_rewards import (
     RewardFunctions,
@@ -160,8 +169,10 @@ class GRPOTrainer(DiffusionTrainer):
         if self.shards_weights:
             args.refuse_sharded_weights()
         disable_dropout(self.lm.model)
-        self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
+        self.masking = find_masking(args, masking, exact=self.lm.autoregressive, noise=self.lm.noise)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
+        if self.lm.canvas:
+            args.refuse_for_canvas_models()
         self.method = args.build_method(self.lm.attention)
         self.per_view = PerViewBackward(
             self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature
@@ -227,7 +238,9 @@ class GRPOTrainer(DiffusionTrainer):
                 value_BMT = view_log_probs(self.lm, *self.tokens_of(batch), batch.views, chunk=rows, **how)
                 entropy_BTs.append(value_BMT.sum(1) / batch.views.target_BMT.sum(1).clamp_min(1))
         pairs = [*zip(entropy_BTs, batches, strict=True)]
-        mine = [value for entropy_BT, batch in pairs for value in entropy_BT[batch.loss_mask_BT].tolist()]
+        mine: list[float] = []
+        for entropy_BT, batch in pairs:
+            mine += entropy_BT[batch.loss_mask_BT & batch.views.target_BMT.any(1)].tolist()
         if not (every := gather_object(mine)):
             return batches
         lowest = torch.tensor(every, dtype=torch.float64).quantile(1 - self.args.top_entropy_quantile).item()
@@ -545,7 +558,9 @@ class GRPOTrainer(DiffusionTrainer):
                 where=str(folder),
                 remedy="Resume with as many processes as before, or delete this checkpoint",
             )
-        with torch.serialization.safe_globals([Update, Rollout, Views]):
+        with torch.serialization.safe_globals(
+            [Update, Rollout, Views, Replaced, Drawn, CanvasSteps, RandomTokens]
+        ):
             path = folder / UPDATES_FILE.format(rank=self.args.process_index)
             self.buffer = torch.load(path, map_location=self.lm.device)
         held = [len(updates[0].loss_mask_BT) for updates in self.buffer]
@@ -582,9 +597,9 @@ class GRPOTrainer(DiffusionTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean reward of one greedy completion per prompt, or of `num_generations_eval` drawn ones:
-        `eval_reward`, and `eval_rewards/NAME` of
-        each function. Means are over scored completions, NaN if there are none; `eval_unscored` is the
-        fraction without a score. The prompts are divided among the processes.
+        `eval_reward`, and `eval_rewards/NAME` of each function. Canvases of random tokens are always drawn,
+        with the same random numbers at all steps. Means are over scored completions, NaN if there are none;
+        `eval_unscored` is the fraction without a score. The prompts are divided among the processes.
 
         Raises:
             ConfigError: there is no `eval_dataset`, neither here nor in the trainer.

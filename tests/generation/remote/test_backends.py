@@ -36,6 +36,7 @@ from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served, serving_rollouts
 from tests.tiny import adapted, float64_lm
 from unmask.config.rollout import RolloutConfig
+from unmask.config.run import NoiseName
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
@@ -59,6 +60,7 @@ from unmask.serving.app import AppSettings
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]
 CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)
+CANVAS = SamplerConfig(max_new_tokens=8, max_denoising_steps=4, seed=5, trace=True)
 
 
 def changed(lm: DiffusionLM, seed: int = 7) -> DiffusionLM:
@@ -82,21 +84,25 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
     return RolloutConfig(backend="vllm", url=url, patience=2.0, **values)
 
 
+@pytest.mark.parametrize("noise", ["masked", "uniform"])
 @every_pattern
 def test_every_pattern_is_sampled_by_a_server_as_in_process(
-    attention: str, block_size: int | None, tmp_path: Path
+    attention: str, block_size: int | None, noise: NoiseName, tmp_path: Path
 ) -> None:
-    lm = float64_lm(attention=attention, block_size=block_size)
+    if noise == "uniform" and attention == "causal":
+        pytest.skip("it has no noise")
+    lm = float64_lm(attention=attention, block_size=block_size).with_noise(noise)
+    config = CANVAS if noise == "uniform" else CONFIG
     trained, local = changed(lm), make_backend(RolloutConfig(), lm, tmp_path)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         assert isinstance(local, LocalBackend) and isinstance(server, ServerBackend)
-        expected = unreused(local.generate(PROMPTS, CONFIG, KEYS))
-        assert server.generate(PROMPTS, CONFIG, KEYS) == expected
+        expected = unreused(local.generate(PROMPTS, config, KEYS))
+        assert server.generate(PROMPTS, config, KEYS) == expected
         server.sync(trained, step=1)
-        generation = server.generate(PROMPTS, CONFIG, KEYS)
+        generation = server.generate(PROMPTS, config, KEYS)
         server.close()
-    assert generation == unreused(LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS)) != expected
+    assert generation == unreused(LocalBackend(trained).generate(PROMPTS, config, KEYS)) != expected
     assert make_rollout(lm, generation, slice(0, 4)).step_BT.max() > 0
 
 

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict
 
-from unmask.generation.output import Trace
+from unmask.generation.output import CanvasStep, Trace
 from unmask.generation.remote.backends import read_trace
 from unmask.serving.openai.answers import to_json
 
@@ -23,5 +23,6 @@ def test_a_trace_comes_back_as_it_was_with_all_that_json_has_no_number_for() -> 
         nested,
     )
     trace.forbidden_ids, trace.forbidden_log_probs = [[7], [], []], [[-math.inf], [], []]
+    trace.canvas_steps = [CanvasStep(0, [4, 5, 6], [7, -1, 9], [-0.5, 0.0, -1.0], 0.8)]
     written = to_json(asdict(trace))
     assert "Infinity" not in written and read_trace(json.loads(written)) == trace

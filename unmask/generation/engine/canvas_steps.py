@@ -1,5 +1,6 @@
 """Denoising steps on canvases of random tokens (`unmask.generation.canvas`). The host reads one thing: which
-blocks are done. With a constraint it also reads the tokens that are known and the chances of texts.
+blocks are done. With a constraint it also reads the tokens that are known and the chances of texts. What a
+trace records of each step is read when its sequence is finished.
 
 Shapes: B sequences, N positions of their blocks, J those of some sequences, M the most of one.
 """
@@ -15,8 +16,9 @@ from unmask.config.sampler import SamplerConfig
 from unmask.generation.canvas import CanvasSettings, accept, is_confident, propose, random_tokens
 from unmask.generation.constraints.decide import Window, windows_of
 from unmask.generation.engine.host import moved, moved_together, padded, ranks, starts
-from unmask.generation.engine.sequence import SequenceState, by_settings
+from unmask.generation.engine.sequence import RecordedStep, SequenceState, by_settings
 from unmask.generation.engine.slots import BatchEntry, BatchState, Predictions
+from unmask.generation.output import CanvasStep
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -48,23 +50,42 @@ def denoise_canvases(
     """One denoising step, without its forward pass."""
     done: list[torch.Tensor] = []
     order: list[SequenceState] = []
+    recorded: list[tuple[SequenceState, RecordedStep]] = []
     for _, uses_B in by_settings(sequences):
         chosen = np.flatnonzero(uses_B)
         number_B = np.full(len(sequences), -1)
         number_B[chosen] = np.arange(len(chosen))
         own = predictions.at(np.flatnonzero(uses_B[predictions.member_N]), number_B)
         group = [sequences[member] for member in chosen]
-        done.append(_denoise(lm, slots, group, own))
+        done.append(_denoise(lm, slots, group, own, recorded))
         order += group
     for sequence, is_done in zip(order, torch.cat(done).tolist(), strict=True):
         if is_done:
             sequence.num_hidden = 0
+    for sequence, step in recorded:
+        sequence.canvas_steps.append(step)
+
+
+def read_canvas_steps(sequence: SequenceState) -> list[CanvasStep]:
+    """The recorded steps of a sequence, on the host."""
+    if not sequence.canvas_steps:
+        return []
+    firsts, tokens, log_probs, temperatures = zip(*sequence.canvas_steps, strict=True)
+    sizes = [part_2N.shape[1] for part_2N in tokens]
+    planes = (*torch.cat(tokens, 1).cpu(), torch.cat(log_probs).cpu())
+    columns = ([part_N.tolist() for part_N in plane.split(sizes)] for plane in planes)
+    return [CanvasStep(*step) for step in zip(firsts, *columns, temperatures, strict=True)]
 
 
 def _denoise(
-    lm: DiffusionLM, slots: BatchState, sequences: list[SequenceState], predictions: Predictions
+    lm: DiffusionLM,
+    slots: BatchState,
+    sequences: list[SequenceState],
+    predictions: Predictions,
+    recorded: list[tuple[SequenceState, RecordedStep]],
 ) -> torch.Tensor:
-    """A step of sequences with the same settings. Returns which are done [B]."""
+    """A step of sequences with the same settings. Returns which are done [B], and adds to what is
+    recorded."""
     config, device = sequences[0].config, predictions.position_N.device
     settings, member_N = CanvasSettings.of(config), predictions.member_N
     at, logits_NV = (predictions.slot_N, predictions.position_N), predictions.logits_NV
@@ -98,6 +119,13 @@ def _denoise(
     kept_N = accept(entropy_BM, settings.entropy_bound)[row_N, moved(ranks(count_B), device)]
     renewed_N = random_tokens(lm, config.seed, key_N, step_N + 1, at[1])
     canvas_N, done_N = torch.where(kept_N, found.drawn_N, renewed_N), done_B[row_N]
+    if found.drawn_log_prob_N is not None:
+        kept_N = kept_N & ~done_N
+        tokens_2N = torch.stack([slots.ids_SC[at], torch.where(kept_N, found.drawn_N, -1)])
+        log_prob_N = torch.where(kept_N, found.drawn_log_prob_N, 0)
+        firsts = [each.request.hidden.index(True, each.span[0]) - each.request.start for each in sequences]
+        parts = (part.split(count_B.tolist(), -1) for part in (tokens_2N, log_prob_N))
+        recorded += zip(sequences, map(RecordedStep, firsts, *parts, heat.tolist()), strict=True)
     slots.write(at, found.decision, slice(None), torch.where(done_N, step_N, -1))
     slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
     slots.sum_S.index_add_(0, at[0], found.entropy_N)

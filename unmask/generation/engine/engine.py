@@ -20,7 +20,7 @@ import torch
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
-from unmask.generation.engine.canvas_steps import begin_canvases, denoise_canvases
+from unmask.generation.engine.canvas_steps import begin_canvases, denoise_canvases, read_canvas_steps
 from unmask.generation.engine.drafts import denoise_with_drafts
 from unmask.generation.engine.forward import buckets, predict
 from unmask.generation.engine.guidance import guided_predictions, show_in_copies
@@ -397,6 +397,7 @@ class Engine:
         traces = self.slots.traces([(each.slots[0], each.request, each.config) for each in finished])
         for sequence, trace in zip(finished, traces, strict=True):
             trace.forward_passes = sequence.num_forward_passes
+            trace.canvas_steps = read_canvas_steps(sequence)
             if sequence.speculation is not None:
                 trace.num_drafted = sequence.speculation.num_drafted
                 trace.num_accepted = sequence.speculation.num_accepted

@@ -1,6 +1,6 @@
 """The progress of one request.
 
-Shapes: G drafts, D depths, K candidates, V vocabulary.
+Shapes: G drafts, D depths, K candidates, V vocabulary, N positions of a canvas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ class SequenceNoise(NamedTuple):
     first: int  # denoising steps before the first of them
     blocks: list[int]  # of each step
     width: int
+
+
+class RecordedStep(NamedTuple):
+    """A `CanvasStep` whose tensors are on the device."""
+
+    start: int
+    tokens_2N: Tensor  # shown, and kept or -1
+    log_prob_N: Tensor
+    temperature: float
 
 
 @dataclass
@@ -58,6 +67,7 @@ class SequenceState:
     draft: Draft | None = None  # the predicted states after the next steps
     speculation: Speculation | None = None  # in mode self-speculative
     noise: SequenceNoise | None = None  # its random numbers that are made already
+    canvas_steps: list[RecordedStep] = field(default_factory=list)  # with a trace
     num_hidden: int = field(init=False)  # hidden tokens of the current block
 
     def __post_init__(self) -> None:

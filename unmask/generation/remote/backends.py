@@ -27,7 +27,7 @@ from unmask.config.rollout import RolloutConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
-from unmask.generation.output import Generation, Trace, make_generation
+from unmask.generation.output import CanvasStep, Generation, Trace, make_generation
 from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.protocol import (
     OPENAI_NAMES,
@@ -325,12 +325,15 @@ class ServerBackend(RemoteBackend):
 
 def read_trace(fields: dict[str, Any]) -> Trace:
     """A trace from JSON, where null stands for a log-probability of minus infinity."""
-    return Trace(
-        **{
+
+    def known(fields: dict[str, Any]) -> dict[str, Any]:
+        return {
             name: _with_infinity(value) if name.endswith("log_probs") else value
             for name, value in fields.items()
         }
-    )
+
+    steps = [CanvasStep(**known(step)) for step in fields["canvas_steps"]]
+    return Trace(**known(fields) | {"canvas_steps": steps})
 
 
 def _with_infinity(values: Any) -> Any:

@@ -257,3 +257,16 @@ def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.
 def log_probs_at(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor]:
     """`token_log_probs`, for a `Reduction`."""
     return (token_log_probs(logits_NV, target_N, temperature),)
+
+
+def tempered_log_probs_at(
+    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, _: None
+) -> tuple[Tensor]:
+    """The same with a temperature for each row."""
+    return (token_log_probs(tempered(logits_NV, temperature_N), target_N),)
+
+
+def tempered(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """The logits of each row divided by its temperature, at least in float32."""
+    logits_NV = at_least_float32(logits_NV)
+    return logits_NV / temperature_N[:, None].to(logits_NV.dtype)

@@ -2,7 +2,8 @@
 log-probabilities.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its
-end). Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
+end). Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1]. Of canvases of random tokens
+each draw counts as a token, and T is M T: a position may be drawn in every view.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from unmask.config.user_code import load_class, naming_setting, refuse_file_alone
 from unmask.diffusion.log_probs import sum_over_views
-from unmask.diffusion.views import MaskRNG, Views
+from unmask.diffusion.views import Drawn, MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.models.hooks.head import flat_indices
 from unmask.rl.advantages import ScaleRewards
@@ -50,12 +51,20 @@ class LossInputs:
     importance_BT: Tensor | None = None
 
     def of_tokens(self, log_prob_BMT: Tensor) -> Tensor:
-        """The weighted sum over views [B, T]."""
+        """The weighted sum over views [B, T]; of draws each by itself."""
+        if isinstance(self.views.replaced, Drawn):
+            return (self.views.weight_BMT * log_prob_BMT).flatten(1)
         return sum_over_views(log_prob_BMT, self.views)
 
     def of_sequences(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views and tokens [B, 1]."""
         return self.of_tokens(log_prob_BMT).sum(1, keepdim=True)
+
+    @property
+    def num_targets_B1(self) -> Tensor:
+        """The number of tokens of each completion that are targets; at least 1."""
+        target_BT = per_token(self.views, self.views.target_BMT.any(1))
+        return target_BT.sum(1, keepdim=True).clamp_min(1)
 
     @property
     def weight_B1(self) -> Tensor:
@@ -112,10 +121,23 @@ def loss_of(method: Method, inputs: LossInputs) -> Loss:
     return loss
 
 
+def per_token(views: Views, value_BT: Tensor) -> Tensor:
+    """What is known of each position [B, T] for each token of the loss: of draws [B, M T], where a position
+    counts once in each view, and only if it is a target there."""
+    if not isinstance(views.replaced, Drawn):
+        return value_BT
+    return torch.where(views.target_BMT, value_BT[:, None], torch.zeros_like(value_BT[:, None])).flatten(1)
+
+
 def averaging_units(rollout: Rollout, views: Views, loss_type: str | None) -> Tensor:
     """The unit [B, T] over whose tokens `token_weights` averages: the view in which a token is a target, else
     the step that revealed it."""
     by_view = loss_type is not None and loss_type.startswith("view")
+    if isinstance(views.replaced, Drawn):
+        view_1M1 = torch.arange(views.count, device=views.target_BMT.device)[None, :, None]
+        length = views.target_BMT.shape[2]
+        unit_BMT = view_1M1 if by_view else view_1M1 * length + rollout.group_BT.clamp_min(0)[:, None]
+        return unit_BMT.expand_as(views.target_BMT).flatten(1)
     return views.target_BMT.int().argmax(1) if by_view else rollout.step_BT.clamp_min(0)
 
 
@@ -150,6 +172,8 @@ class Method:
             "bound" a bound on the sequence's likelihood.
         has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`),
             which corrects for completions of older weights (`max_staleness`).
+        random_tokens: whether it also trains models of uniform noise, which have no masks: its plan reads
+            `Rollout.canvas_steps` or `Rollout.random_tokens`.
         partial: whether `after_eos: noise` changes anything: views hide any part of a completion, rather than
             replay its sampling.
         loss_type: None: `for_attention` sets it.
@@ -160,6 +184,7 @@ class Method:
     estimator: ClassVar[EstimatorKind] = "token"
     has_ratio: ClassVar[bool] = False
     partial: ClassVar[bool] = True
+    random_tokens: ClassVar[bool] = False
     biased_by: ClassVar[tuple[str, ...]] = ()
 
     scale_rewards: ScaleRewards = "none"
@@ -279,7 +304,7 @@ class TokenMethod(ClippedMethod):
         if self.importance_sampling_level != "token":
             whole_B1 = log_ratio_BT.sum(1, keepdim=True)
             if self.importance_sampling_level == "sequence":
-                whole_B1 = whole_B1 / inputs.views.target_BMT.any(1).sum(1, keepdim=True).clamp_min(1)
+                whole_B1 = whole_B1 / inputs.num_targets_B1
             log_ratio_BT = whole_B1.expand_as(log_ratio_BT)
         reference_BT = (
             None if inputs.reference_BMT is None else inputs.of_tokens(inputs.reference_BMT) - policy_BT

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.config.run import NoiseName
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
@@ -235,12 +236,17 @@ STRATEGIES: dict[str, type[MaskingStrategy]] = {
 
 
 def find_masking(
-    config: Any, given: MaskingStrategy | None = None, *, exact: bool = False
+    config: Any,
+    given: MaskingStrategy | None = None,
+    *,
+    exact: bool = False,
+    noise: NoiseName = "masked",
 ) -> MaskingStrategy | None:
     """The given strategy, or the one that the config names; None: the method's own plan.
 
     Args:
         exact: whether the model's likelihood is exact, so that no views are planned.
+        noise: the model's.
 
     Raises:
         ConfigError: there is none of this name, or its views do not fit the method's loss.
@@ -261,6 +267,9 @@ def find_masking(
             where="masking",
             remedy="Leave one of them out",
         )
+    if noise != "masked":
+        what = f"hides tokens behind masks, and the model's noise is {noise}"
+        raise ConfigError(what, where="masking", remedy="Leave it out")
     if exact:
         raise ConfigError(
             "a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out"

@@ -5,11 +5,25 @@ Shapes: B completions, M views, T positions; L tokens of a group, k of them hidd
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
+from torch import Tensor
 
+from unmask.diffusion.mixing import Mixing, Replaced
 from unmask.diffusion.rng import RngStream, uniform
-from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide, pairs_of_counts
+from unmask.diffusion.schedules import Noise
+from unmask.diffusion.views import (
+    MaskRNG,
+    Views,
+    columns,
+    exact_count_views,
+    group_sizes,
+    hide,
+    mixed_views,
+    pairs_of_counts,
+)
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import MAX_EXPONENT, Divergence, LossType, kl_divergence
 from unmask.rl.methods.base import (
@@ -23,6 +37,46 @@ from unmask.rl.methods.base import (
     weighted_sum,
 )
 from unmask.rl.rollout import Rollout
+
+
+def random_token_views(
+    rollout: Rollout,
+    draw: MaskRNG,
+    num_views: int,
+    noise: Noise | None = None,
+    *,
+    complementary: bool = False,
+) -> Views:
+    """Views of random tokens with the weights of the bound on the completion (`mixed_views`), at the times of
+    `noise`; None: of exact counts. Tokens after its end are random, and so say nothing."""
+    assert rollout.random_tokens is not None
+    views = mixed_views(
+        *(rollout.ids_BT, rollout.noised_groups_BT, draw, noise or Noise()),
+        *(Mixing("uniform"), rollout.random_tokens),
+        num_views=num_views,
+        complementary=complementary,
+        exact_count=noise is None,
+    )
+    assert isinstance(views.replaced, Replaced)
+    rest_B1T = rollout.beyond_BT[:, None]
+    random_BMT = rollout.random_tokens.drawn(
+        draw.uniform(columns(rollout.ids_BT), num_views, RngStream.NOISE)
+    )
+    ids_BMT = torch.where(rest_B1T, random_BMT, views.replaced.ids_BMT)
+    return replace(
+        views, hidden_BMT=views.hidden_BMT | rest_B1T, replaced=views.replaced._replace(ids_BMT=ids_BMT)
+    )
+
+
+@dataclass(frozen=True)
+class AtNodes(Noise):
+    """Linear noise whose times in the m-th of equal stretches are the m-th node."""
+
+    nodes: tuple[float, ...] = ()
+
+    def time(self, uniform: Tensor) -> Tensor:
+        node_M = torch.tensor(self.nodes, dtype=torch.float64, device=uniform.device)
+        return node_M[(uniform * len(self.nodes)).long()]
 
 
 @register
@@ -53,6 +107,7 @@ class ESPO(ClippedMethod):
 
     name = "espo"
     estimator = "bound"
+    random_tokens = True
     epsilon: float = 0.2
     scale_rewards: ScaleRewards = "leave-one-out"
     kl: Divergence = "k2"
@@ -61,6 +116,8 @@ class ESPO(ClippedMethod):
     samples: int = plan_setting(1)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
+        if rollout.random_tokens is not None:
+            return random_token_views(rollout, draw, 2 * self.samples, complementary=True)
         views = pairs_of_counts(rollout.noised_groups_BT, draw, pairs=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
@@ -96,6 +153,7 @@ class GDPO(ClippedMethod):
 
     name = "gdpo"
     estimator = "bound"
+    random_tokens = True
     importance_sampling_level: str = "sequence"
     loss_type: LossType | None = "grpo"
     log_ratio_clamp: float | None = 20.0
@@ -109,11 +167,17 @@ class GDPO(ClippedMethod):
 
         Its only bias is the quadrature's: each count stands for its own L-th of the times. Without
         `exact_counts` k is floor(t L) and the factor 1/t, as in published code; for short completions this
-        hides nothing at small t and underestimates.
+        hides nothing at small t and underestimates. With random tokens each token is hidden with probability
+        t.
         """
         node_M, weight_M = (
             torch.from_numpy(values) / 2 for values in np.polynomial.legendre.leggauss(self.samples)
         )
+        if rollout.random_tokens is not None:
+            noise = AtNodes(nodes=tuple((node_M + 0.5).tolist()))
+            views = random_token_views(rollout, draw, self.samples, noise)
+            scale_1M1 = (self.samples * weight_M).float().to(views.weight_BMT.device)[None, :, None]
+            return replace(views, weight_BMT=views.weight_BMT * scale_1M1)
         group_BT = rollout.noised_groups_BT
         node_1M1, weight_1M1 = (
             values_M.to(group_BT.device)[None, :, None] for values_M in (node_M + 0.5, weight_M)
@@ -159,6 +223,7 @@ class BGPO(Method):
 
     name = "bgpo"
     estimator = "bound"
+    random_tokens = True
     has_ratio = True
     epsilon: float | None = None
     epsilon_high: float | None = None
@@ -168,7 +233,10 @@ class BGPO(Method):
     samples: int = plan_setting(16)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        """Views of k ~ U{1..L} hidden tokens, stratified, with weight L / (k M)."""
+        """Views of k ~ U{1..L} hidden tokens, stratified, with weight L / (k M); of random tokens, k ~
+        U{0..L}."""
+        if rollout.random_tokens is not None:
+            return random_token_views(rollout, draw, self.samples)
         views = exact_count_views(rollout.noised_groups_BT, draw, num_views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 

@@ -7,6 +7,13 @@ are trained on (from left to right they need not be). `confidence` keeps the tok
 are not distributed as the model draws them (figures in docs/rl.md). Each token is a target in one view, so
 that the loss is a sum over views.
 
+On a canvas of random tokens a view shows what a step saw, and its targets are the drawn tokens that the step
+kept. Which are kept depends on entropies, not on draws. A position may be kept in many steps; each draw has
+a loss of its own. The last step keeps the most probable tokens, which count as its draws. This would be the
+gradient of the expected reward if they were, and if the weights did not change which tokens are kept
+(tests/rl/methods/test_canvases.py measures the bias). In a canvas model each step is conditioned on the last
+prediction, which has no gradient here.
+
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one
 view holds the same step of every block.
 
@@ -22,7 +29,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.rng import RngStream
-from unmask.diffusion.views import MaskRNG, Views, columns
+from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views, columns
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import LossType
 from unmask.rl.methods.base import (
@@ -62,9 +69,54 @@ def replay(rollout: Rollout, order_BT: Tensor) -> Views:
     return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
+def replay_canvases(rollout: Rollout, canvases: CanvasSteps, begin_BM: Tensor, stop_BM: Tensor) -> Views:
+    """View v shows the canvases of step `begin`; its targets are the drawn tokens that the last step before
+    `stop` kept, which is the canvas's last one if that comes before."""
+    shown_BST, kept_BST, temperature_BS, count_BT = canvases
+    last_BMT = torch.minimum(stop_BM[:, :, None], count_BT[:, None]) - 1
+    begin_BMT, most = begin_BM[:, :, None].expand_as(last_BMT), shown_BST.shape[1] - 1
+    at_BMT = last_BMT.clamp(0, most)
+    token_BMT = kept_BST.gather(1, at_BMT)
+    target_BMT = (begin_BMT <= last_BMT) & (token_BMT >= 0) & rollout.completion_BT[:, None]
+    hidden_BMT = (rollout.completion_BT | rollout.beyond_BT)[:, None].expand_as(target_BMT)
+    drawn = Drawn(
+        shown_BST.gather(1, begin_BMT.clamp_max(most)),
+        token_BMT.clamp_min(0),
+        temperature_BS[:, :, None].expand_as(kept_BST).gather(1, at_BMT),
+        begin_BMT,
+    )
+    return Views(hidden_BMT, target_BMT, target_BMT.float(), replaced=drawn, canvas_steps=canvases)
+
+
+def replay_stretches(rollout: Rollout, length: int = 1) -> Views:
+    """A view for every `length` steps."""
+    if (canvases := rollout.canvas_steps) is None:
+        step_BT = steps_within(rollout)
+        return replay(rollout, torch.where(step_BT >= 0, step_BT // length, -1))
+    begin_M = torch.arange(0, canvases.shown_BST.shape[1], length, device=rollout.ids_BT.device)
+    begin_BM = begin_M.expand(len(rollout.ids_BT), -1)
+    return replay_canvases(rollout, canvases, begin_BM, begin_BM + length)
+
+
+def replay_segments(rollout: Rollout, segments: int) -> Views:
+    """A view for each of N stretches of a completion's S steps, N being `segments` or S if that is less;
+    stretch i begins at step floor(i S / N)."""
+    if (canvases := rollout.canvas_steps) is None:
+        step_BT = steps_within(rollout)
+        num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
+        number_B1 = num_steps_B1.clamp_max(segments)
+        segment_BT = ((step_BT + 1) * number_B1 - 1) // num_steps_B1.clamp_min(1)
+        return replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
+    num_steps_B1 = canvases.count_BT.amax(1, keepdim=True)
+    number_B1 = num_steps_B1.clamp(1, segments)
+    place_M = torch.arange(min(segments, canvases.shown_BST.shape[1]) + 1, device=rollout.ids_BT.device)
+    edge_BM = place_M * num_steps_B1 // number_B1
+    return replay_canvases(rollout, canvases, edge_BM[:, :-1], edge_BM[:, 1:])
+
+
 def sampled_steps(rollout: Rollout, draw: MaskRNG, samples: int) -> Views:
     """K = `samples` of each completion's S steps, without replacement, with weight S/K."""
-    views = replay(rollout, steps_within(rollout))
+    views = replay_stretches(rollout)
     has_targets_BM = views.target_BMT.any(2)
     chosen_BM = torch.where(
         has_targets_BM, draw.per_sequence(views.count, RngStream.ORDER), torch.inf
@@ -72,10 +124,8 @@ def sampled_steps(rollout: Rollout, draw: MaskRNG, samples: int) -> Views:
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
     num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
     weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
-    hidden_BMT, target_BMT = (
-        mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT)
-    )
-    return Views(hidden_BMT, target_BMT, target_BMT * weight_B11)
+    some = views.of_planes(lambda plane_BMT: plane_BMT.gather(1, chosen_BMT))
+    return replace(some, weight_BMT=some.target_BMT * weight_B11, canvas_steps=views.canvas_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +134,10 @@ class ReplayMethod(TokenMethod):
 
     separable = True
     partial = False
+    random_tokens = True
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        return replay(rollout, steps_within(rollout))
+        return replay_stretches(rollout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +150,7 @@ class OnPolicyReplayMethod(PolicyGradientMethod):
     num_iterations: int = fixed(1)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        return replay(rollout, steps_within(rollout))
+        return replay_stretches(rollout)
 
 
 @register
@@ -120,12 +171,7 @@ class StepMerge(ReplayMethod):
     prompt_mask_rate: float = plan_setting(0.0)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        """With S steps and N segments, segment i begins at step floor(i S / N)."""
-        step_BT = steps_within(rollout)
-        num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
-        number_B1 = num_steps_B1.clamp_max(self.segments)
-        segment_BT = ((step_BT + 1) * number_B1 - 1) // num_steps_B1.clamp_min(1)
-        views = replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
+        views = replay_segments(rollout, self.segments)
         prompt_B1T = (
             completion_hidden(rollout, draw, self.prompt_mask_rate).hidden_BMT & rollout.prompt_BT[:, None]
         )
@@ -147,8 +193,7 @@ class TraceRL(ReplayMethod):
     shrink: int = plan_setting(1)
 
     def plan(self, rollout: Rollout, draw: MaskRNG) -> Views:
-        step_BT = steps_within(rollout)
-        return replay(rollout, torch.where(step_BT >= 0, step_BT // self.shrink, -1))
+        return replay_stretches(rollout, self.shrink)
 
     def loss(self, inputs: LossInputs) -> Loss:
         """The surrogate of tokens. With `loss_type: view` the divergence is summed over a view's tokens,
@@ -186,6 +231,7 @@ class AGRPO(OnPolicyReplayMethod):
     `loss_type: step`."""
 
     name = "agrpo"
+    random_tokens = True
     loss_type: LossType | None = "dr_grpo"
     samples: int = plan_setting(8)
 
