@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,6 +90,25 @@ def save_published(folder: Path, alphabet: str = ALPHABET, **settings: Any) -> P
     model.save_pretrained(folder)
     character_tokenizer(alphabet).save_pretrained(folder)
     return model
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Compute in float64 where transformers computes in float32, for models that were loaded before: rounding
+    would grow from step to step, and differ between machines."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+def exact_models(folder: Path, **settings: Any) -> tuple[DiffusionLM, PreTrainedModel]:
+    """Such a model in float64 as Unmask and as transformers read it."""
+    save_published(folder, **settings)
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    return load(folder, dtype="float64"), model
 
 
 def loaded(folder: Path, **settings: Any) -> DiffusionLM:

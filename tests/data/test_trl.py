@@ -83,7 +83,12 @@ CALLED = [QUESTION, said("assistant", "", tool_calls=[CALL]), said("tool", "20 C
 def lm_of(tokenizer: PreTrainedTokenizerBase) -> Any:
     ends = [tokenizer.eos_token_id]
     return SimpleNamespace(
-        tokenizer=tokenizer, eos_token_ids=ends, context_length=None, block_size=None, autoregressive=True
+        tokenizer=tokenizer,
+        eos_token_ids=ends,
+        context_length=None,
+        block_size=None,
+        autoregressive=True,
+        canvas=False,
     )
 
 

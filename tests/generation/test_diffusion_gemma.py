@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unmask
-from tests.diffusion_gemma import ALPHABET, CANVAS, generated, loaded, published_model
+from tests.diffusion_gemma import ALPHABET, CANVAS, exact, exact_models, generated, loaded
 from tests.generation.cases import fitting, forms
 from tests.helpers import examples
 from unmask.config.sampler import SamplerConfig
@@ -72,7 +72,12 @@ def made(settings, tokens, **more):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    return loaded(tmp_path_factory.mktemp("wide"), canvas=WIDE)
+    return exact_models(tmp_path_factory.mktemp("wide"), canvas=WIDE)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    return exact_models(tmp_path_factory.mktemp("narrow"))
 
 
 @pytest.mark.parametrize(
@@ -85,14 +90,14 @@ def wide(tmp_path_factory):
 )
 def test_tokens_are_those_of_transformers(settings, wide):
     """12 settings of 9 prompts of 96 tokens, 10,368 in all: by the engine in one batch, and by `naive`."""
-    model, texts, config = published_model(canvas=WIDE), prompts(9), made(settings, 3 * WIDE)
-    together = unmask.generate(wide, texts, config)
-    for number, text in enumerate(texts):
-        [request] = make_requests(wide, [text], config)
-        [expected] = generated(model, wide, [request], config)
-        assert together.tokens[number] == expected
-        if number in (2, 8):
-            assert naive.complete(wide, [request], config).tokens[0] == expected
+    (lm, model), texts, config = wide, prompts(9), made(settings, 3 * WIDE)
+    with exact():
+        together = unmask.generate(lm, texts, config)
+        for number, text in enumerate(texts):
+            [request] = make_requests(lm, [text], config)
+            assert [together.tokens[number]] == generated(model, lm, [request], config)
+            if number in (2, 8):
+                assert naive.complete(lm, [request], config).tokens[0] == together.tokens[number]
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +105,25 @@ def lm(tmp_path_factory):
     return loaded(tmp_path_factory.mktemp("model"))
 
 
-def test_rows_with_left_padding_are_those_of_transformers(lm):
+def test_rows_with_left_padding_are_those_of_transformers(narrow):
     """All of them take as many steps."""
-    texts, config = prompts(9), made({"max_denoising_steps": 5, "confidence_threshold": 1e-9}, 3 * CANVAS)
-    expected = generated(published_model(), lm, make_requests(lm, texts, config), config)
-    assert unmask.generate(lm, texts, config).tokens == expected
+    (lm, model), texts = narrow, prompts(9)
+    config = made({"max_denoising_steps": 5, "confidence_threshold": 1e-9}, 3 * CANVAS)
+    with exact():
+        expected = generated(model, lm, make_requests(lm, texts, config), config)
+        assert unmask.generate(lm, texts, config).tokens == expected
 
 
-def test_a_text_ends_with_the_canvas_of_its_end_token(lm):
+def test_a_text_ends_with_the_canvas_of_its_end_token(narrow):
     config = made({"max_denoising_steps": 3, "t_max": 3.0, "stop_at_eos": True}, 6 * CANVAS)
-    texts, model, ended = prompts(9), published_model(), 0
-    found = unmask.generate(lm, texts, config)
-    for text, tokens in zip(texts, found.tokens, strict=True):
-        [expected] = generated(model, lm, make_requests(lm, [text], config), config)
-        end = expected.index(lm.eos_token_id) + 1 if lm.eos_token_id in expected else len(expected)
-        assert tokens == expected[:end]
-        ended += end < len(expected)
+    (lm, model), texts, ended = narrow, prompts(9), 0
+    with exact():
+        found = unmask.generate(lm, texts, config)
+        for text, tokens in zip(texts, found.tokens, strict=True):
+            [expected] = generated(model, lm, make_requests(lm, [text], config), config)
+            end = expected.index(lm.eos_token_id) + 1 if lm.eos_token_id in expected else len(expected)
+            assert tokens == expected[:end]
+            ended += end < len(expected)
     assert ended > 1
 
 

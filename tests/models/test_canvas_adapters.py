@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedModel
 
-from tests.diffusion_gemma import CANVAS, generated, save_published
+from tests.diffusion_gemma import CANVAS, exact, generated, save_published
 from tests.errors import raises
 from tests.models.test_diffusion_gemma import PROCESSOR, changed, random_ids
 from tests.training.tiny_runs import prepared
@@ -147,13 +147,17 @@ def test_peft_and_transformers_generate_the_same_tokens(base, tmp_path):
     lm.save(tmp_path)
     named = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
     assert named["parent_library"] == DiffusionGemmaForBlockDiffusion.__module__
-    published = DiffusionGemmaForBlockDiffusion.from_pretrained(base[0])
-    model = peft.PeftModel.from_pretrained(published, tmp_path).eval()
+    published = DiffusionGemmaForBlockDiffusion.from_pretrained(base[0], dtype=torch.float64)
+    published.set_experts_implementation("eager")
+    model = peft.PeftModel.from_pretrained(published, tmp_path).double().eval()
     settings = SamplerConfig(max_new_tokens=16, max_denoising_steps=8, stop_at_eos=False, seed=1)
     [request] = make_requests(lm, ["hello, world"], settings)
-    expected = generated(model.base_model.model, lm, [request], settings)
-    assert generate(load(tmp_path), ["hello, world"], settings).tokens == expected
-    assert generate(load(base[0]), ["hello, world"], settings).tokens != expected
+    again, plain = (load(folder, dtype="float64") for folder in (tmp_path, base[0]))
+    again.model.double()  # adapters keep their own type
+    with exact():
+        expected = generated(model.base_model.model, again, [request], settings)
+        assert generate(again, ["hello, world"], settings).tokens == expected
+        assert generate(plain, ["hello, world"], settings).tokens != expected
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests import tiny
-from tests.diffusion_gemma import CANVAS, loaded, published_model, save_published
+from tests.diffusion_gemma import CANVAS, exact, exact_models, loaded, published_model
 from tests.errors import raises
 from tests.helpers import examples
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
-from unmask.models.load import load
 from unmask.supervised.canvas import CanvasObjective, answer_canvases
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 
@@ -30,18 +27,14 @@ what comes before the canvas."""
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    save_published(folder, **WINDOW)
-    return load(folder, dtype="float64")
+def both(tmp_path_factory):
+    """A model in float64 as Unmask and as transformers read it."""
+    return exact_models(tmp_path_factory.mktemp("model"), **WINDOW)
 
 
 @pytest.fixture(scope="module")
-def model(lm):
-    """The same model as transformers reads it."""
-    model = DiffusionGemmaForBlockDiffusion.from_pretrained(lm.model.name_or_path, dtype=torch.float64)
-    model.set_experts_implementation("eager")
-    return model
+def lm(both):
+    return both[0]
 
 
 def made_batch(prompts, answers, *, cut=()):
@@ -97,24 +90,14 @@ def transcribed(model, batch, start_B, seen_BK, time_B, is_on_B, cut_B, *, loo):
     return canvas + F.cross_entropy(encoder_BTV[:, :-1].flatten(0, 1), next_BT.flatten())
 
 
-@pytest.fixture
-def exact():
-    """Compute in float64 where transformers computes in float32."""
-    with (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
-
-
 @pytest.mark.parametrize("loo", [False, True])
 @pytest.mark.parametrize(
     "prompts, answers, cut",
     [((5, 9, 3, 7), (4, 20, 16, 8), ()), ((11, 2), (13, 3), (0,))],
     ids=["whole", "cut"],
 )
-def test_loss_and_gradients_are_those_of_trl(prompts, answers, cut, loo, lm, model, exact):
-    batch = made_batch(prompts, answers, cut=cut)
+def test_loss_and_gradients_are_those_of_trl(prompts, answers, cut, loo, both):
+    (lm, model), batch = both, made_batch(prompts, answers, cut=cut)
     kind = "mean_loo" if loo else "mean"
     objective = CanvasObjective(SFTConfig(output_dir="unused", model_prediction_type=kind))
     draw = MaskRNG(1, torch.arange(len(prompts)))
@@ -124,13 +107,14 @@ def test_loss_and_gradients_are_those_of_trl(prompts, answers, cut, loo, lm, mod
     assert is_on_B.any() and not is_on_B.all()
     cut_B = torch.tensor([number in cut for number in range(len(prompts))])
 
-    model.zero_grad()
     chosen = canvases.start_BM[:, 0], seen_BMK[:, 0], time_BM[:, 0]
-    expected = transcribed(model, batch, *chosen, is_on_B, cut_B, loo=loo)
-    expected.backward()
-    lm.model.zero_grad()
-    found = objective.loss(lm, batch, draw, None).loss / objective.items(lm, batch, draw)
-    found.backward()
+    for each in (model, lm.model):
+        each.zero_grad()
+    with exact():
+        expected = transcribed(model, batch, *chosen, is_on_B, cut_B, loo=loo)
+        expected.backward()
+        found = objective.loss(lm, batch, draw, None).loss / objective.items(lm, batch, draw)
+        found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
     theirs = dict(model.named_parameters())
     compared = 0

@@ -45,11 +45,11 @@ class RowLimits:
     # tokens to which each completion is filled with EOS; None: to the end of its last block
     canvas_length: int | None = None
     block_size: int = 1  # of block-causal attention; 1: no blocks
-    from_prompt: bool = False  # blocks begin where the prompt ends, not at the beginning of a row
     # if the completion does not fit, cut the beginning of the prompt (after BOS)
     truncate_prompt: bool = False
     truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
     context: int | None = None  # tokens that the model reads at most; None: any number
+    from_prompt: bool = False  # blocks begin where the prompt ends, not at the beginning of a row
 
     def fit(
         self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids

@@ -258,10 +258,14 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = QualityObjective(args)
         lm = lm.with_noise(args.noise, args.p_uniform)
         args.check_trained_noise(lm.noise)
-        for name in NOT_HERE if lm.canvas else ONLY_HERE:
-            if name in args.given:
-                what = f"has no effect on {'a' if lm.canvas else 'another model than'} DiffusionGemma"
-                raise ConfigError(what, where=name, remedy="Leave it out for this model")
+        without_effect = NOT_HERE if lm.canvas else ONLY_HERE
+        given = [name for name in without_effect if name in args.given]
+        # a record of a run names all with their defaults, as it knows no model
+        if {*without_effect} <= args.given | args.unread():
+            given = [name for name in given if getattr(args, name) != getattr(SFTConfig, name)]
+        if given:
+            what = f"has no effect on {'a' if lm.canvas else 'another model than'} DiffusionGemma"
+            raise ConfigError(what, where=given[0], remedy="Leave it out for this model")
         if lm.canvas:
             self.objective = CanvasObjective(args)
         return lm if self.objective is None else self.objective.prepared(lm)
