@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import AutoModelForCausalLM, DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from tests.diffusion_gemma import CANVAS, exact, generated, loaded, save_published
 from tests.errors import raises
 from tests.training.tiny_runs import prepared
 from unmask.config.sampler import SamplerConfig
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.export import export
@@ -184,3 +185,35 @@ def test_checkpoints_that_would_lose_gradients_are_refused(base, tmp_path):
 def test_loaded_from_a_name_in_memory(tmp_path):
     lm = loaded(tmp_path / "model")
     assert repr(lm).startswith("DiffusionLM(DiffusionGemmaForBlockDiffusion")
+
+
+@torch.no_grad()
+def test_without_a_mask_the_class_computes_what_that_of_transformers_does(base):
+    model = AutoModelForCausalLM.from_pretrained(base[0])
+    ids_BT = torch.randint(4, 30, (1, 7))
+    canvas_BK = torch.randint(4, 30, (1, CANVAS))
+    logits = [
+        each(
+            ids_BT[:, 3:],
+            past_key_values=each.model.encoder(input_ids=ids_BT[:, :3]).past_key_values,
+            decoder_input_ids=canvas_BK,
+        ).logits
+        for each in (model, base[1])
+    ]
+    assert torch.equal(*logits)
+
+
+def test_generate_takes_the_sampler_of_transformers(base):
+    lm, ids_BT = load(base[0]), torch.tensor([[4, 5, 6]])
+    sampler = EntropyBoundSamplerConfig(entropy_bound=3.0)
+    more = {"max_new_tokens": 8, "seed": 1, "max_denoising_steps": 4}
+    by_config = lm.generate(ids_BT, sampler_config=sampler, **more).sequences
+    assert torch.equal(by_config, lm.generate(ids_BT, entropy_bound=3.0, **more).sequences)
+    with raises(ConfigError, where="do_sample"):
+        lm.generate(ids_BT, do_sample=False, max_new_tokens=8)
+
+
+def test_a_whole_canvas_must_fit_the_context(base):
+    lm = load(base[0])
+    with raises(GenerationError, where="prompt 0"):
+        generate(lm, ["a" * 255], SamplerConfig(max_new_tokens=1))

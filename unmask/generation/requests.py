@@ -125,7 +125,10 @@ def make_requests(
             what = (
                 f"{start} prompt tokens and {stop - start} new ones exceed the context of {lm.context_length}"
             )
-            raise GenerationError(what, where=where, remedy="Shorten the prompt or lower max_new_tokens")
+            fewer = config.max_new_tokens > completion_length(lm, 1)
+            remedy = f"Shorten the prompt{' or lower max_new_tokens' * fewer}"
+            remedy += f" (canvases are whole, of {lm.block_size} tokens)" if lm.canvas else ""
+            raise GenerationError(what, where=where, remedy=remedy)
         check_ids(lm, prompt, where)
         if (lm.logit_shift or config.self_speculative) and not prompt:
             raise GenerationError(

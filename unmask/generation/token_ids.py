@@ -74,11 +74,16 @@ def generate_ids(
             remedy="Give its settings as arguments",
         )
     configured = {} if generation_config is None else _as_fields(generation_config)
+    if (sampler := settings.pop("sampler_config", None)) is not None:
+        settings["entropy_bound"] = sampler.entropy_bound
     given = {name: value for name, value in configured.items() if value is not None} | settings
     _refuse_unread(given)
     saved = _as_fields(lm.model.generation_config)
     asked = {name: saved.get(name) for name in READ} | given
     if lm.canvas:  # of which every step draws
+        if given.get("do_sample") is False:
+            what = "every step of a canvas draws its tokens"
+            raise ConfigError(what, where="do_sample", remedy="Leave it out, or lower t_min and t_max")
         asked["do_sample"] = True
         given = {
             name: saved[name] for name in (*CANVAS_FIELDS, "entropy_bound") if saved.get(name) is not None

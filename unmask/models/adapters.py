@@ -177,7 +177,9 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         raise ConfigError(
             "the model has adapters, which are trained further",
             where="lora (peft_config)",
-            remedy="Leave it out, or merge them first (save_model of the trainer that trained them does)",
+            remedy="Leave it out"
+            if lm.canvas
+            else "Leave it out, or merge them first (save_model of the trainer that trained them does)",
         )
     _refuse_kind(peft_config)
     peft_config = _without_fused_layers(lm, peft_config)

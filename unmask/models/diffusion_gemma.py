@@ -41,7 +41,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         *,
@@ -63,9 +63,11 @@ class DiffusionGemmaForBlockDiffusion(Published):
                 are conditioned on what they predict [B]. The gradient stops there, but not at the embeddings.
         """
         if unmask_mask is None:
-            return super().forward(input_ids, position_ids=position_ids, **published)
-        assert position_ids is not None
-        columns, canvas = range(input_ids.shape[1]), unmask_canvas or range(0)
+            named = {"position_ids": position_ids, "past_key_values": past_key_values}
+            return super().forward(input_ids, **named, **published)
+        assert input_ids is not None and position_ids is not None
+        columns = range(input_ids.shape[1])
+        canvas = range(0) if unmask_canvas is None else unmask_canvas
         first = bool(canvas) and canvas.start == 0
         clean = columns[len(canvas) :] if first else columns[: len(columns) - len(canvas)]
         if unmask_earlier is not None:
