@@ -122,7 +122,7 @@ def generated(
 ) -> list[list[int]]:
     """The completions of `generate` of transformers, with left padding, and keyed random numbers in place of
     its own. All sequences must take as many steps, or there be one."""
-    settings, canvas = CanvasSettings.of(config), model.config.canvas_length
+    settings, canvas = CanvasSettings.of(lm, config), model.config.canvas_length
     starts = [request.start for request in requests]
     key_B1 = torch.tensor([[request.key] for request in requests])
     passes = number = 0

@@ -49,7 +49,7 @@ def canvas_lm(kind="bidirectional"):
 def by_transformers(lm, request, config):
     """The canvas by the denoising step of transformers, with the keyed random numbers in place of its own,
     and the steps that it took."""
-    settings, (start, stop) = CanvasSettings.of(config), request.blocks[0]
+    settings, (start, stop) = CanvasSettings.of(lm, config), request.blocks[0]
     position_N, rows = torch.arange(start, stop), len(lm.model.get_output_embeddings().weight)
     key_N, count = torch.full_like(position_N, request.key), stop - start
     passes = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -217,3 +218,18 @@ def test_a_whole_canvas_must_fit_the_context(base):
     lm = load(base[0])
     with raises(GenerationError, where="prompt 0"):
         generate(lm, ["a" * 255], SamplerConfig(max_new_tokens=1))
+
+
+def test_settings_of_the_models_generation_config_count(base, tmp_path):
+    shutil.copytree(base[0], tmp_path / "model")
+    file = tmp_path / "model/generation_config.json"
+    saved = {"max_denoising_steps": 2, "t_min": 0.1, "t_max": 0.2, "confidence_threshold": 1e-9}
+    bound = {"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 2.0}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | saved | bound))
+    config = SamplerConfig(max_new_tokens=16, stop_at_eos=False)
+    named = config.model_copy(update=saved | {"entropy_bound": 2.0})
+    found = generate(load(tmp_path / "model"), ["hello"], config)
+    assert found.tokens == generate(load(base[0]), ["hello"], named).tokens
+    assert found.forward_passes == [4]
+    given = config.model_copy(update={"max_denoising_steps": 3})
+    assert generate(load(tmp_path / "model"), ["hello"], given).forward_passes == [6]

@@ -67,7 +67,7 @@ GRAIN = 2.0**-24
 
 
 class CanvasSettings(NamedTuple):
-    """The settings of a canvas; the defaults are DiffusionGemma's."""
+    """The settings of a canvas; the defaults are those of the released DiffusionGemma."""
 
     max_denoising_steps: int = 48
     t_min: float = 0.4
@@ -77,10 +77,12 @@ class CanvasSettings(NamedTuple):
     confidence_threshold: float = 0.005
 
     @classmethod
-    def of(cls, config: SamplerConfig) -> CanvasSettings:
-        """The settings of a config, with DiffusionGemma's where they are not given."""
+    def of(cls, lm: DiffusionLM, config: SamplerConfig) -> CanvasSettings:
+        """The settings of a config; where they are not given, those of the model's generation_config.json, or
+        else the defaults."""
         given: dict[str, Any] = {name: getattr(config, name) for name in cls._fields}
-        return cls()._replace(**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        return cls()._replace(**lm.canvas_settings | given)
 
     def temperature(self, step: int) -> float:
         """The temperature of a step of a block, from 0 on, in float32 as in transformers."""
@@ -119,7 +121,7 @@ def check_canvas(lm: DiffusionLM, config: SamplerConfig) -> None:
         if name in given:
             what = "needs masks, and this model's canvas has random tokens"
             raise GenerationError(what, where=name, remedy=meant)
-    settings = CanvasSettings.of(config)
+    settings = CanvasSettings.of(lm, config)
     if not settings.t_min < settings.t_max:
         what = f"{settings.t_min} is not below t_max, {settings.t_max}"
         raise GenerationError(what, where="t_min", remedy="Lower it, or raise t_max")

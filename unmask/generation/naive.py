@@ -237,7 +237,7 @@ def _denoise_canvas(lm: DiffusionLM, request: Request, config: SamplerConfig) ->
     """The most probable tokens of canvases that begin as random tokens, block by block; with a constraint the
     most probable text that it accepts. Known tokens, for a repetition penalty, are those that are given and
     those of finished blocks."""
-    settings, ids, steps, passes = CanvasSettings.of(config), list(request.ids), [-1] * request.length, 0
+    settings, ids, steps, passes = CanvasSettings.of(lm, config), list(request.ids), [-1] * request.length, 0
     decided: dict[int, Decision] = {}
     canvas_steps: list[CanvasStep] = []
     for start, stop in request.blocks:

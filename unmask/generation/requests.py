@@ -87,7 +87,7 @@ def _request(
     counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
     canvas_steps = None
     if lm.noise == "uniform":
-        counts, canvas_steps = None, CanvasSettings.of(config).max_denoising_steps
+        counts, canvas_steps = None, CanvasSettings.of(lm, config).max_denoising_steps
     if config.revise is not None and counts is not None:
         planned = [plan_revisions(block, config.revise) for block in counts]
         counts, revisions = [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)

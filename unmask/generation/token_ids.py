@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, require_known
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import as_ids
@@ -85,9 +85,6 @@ def generate_ids(
             what = "every step of a canvas draws its tokens"
             raise ConfigError(what, where="do_sample", remedy="Leave it out, or lower t_min and t_max")
         asked["do_sample"] = True
-        given = {
-            name: saved[name] for name in (*CANVAS_FIELDS, "entropy_bound") if saved.get(name) is not None
-        } | given
     if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
         asked["temperature"] = given.get("temperature")
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DiffusionGemmaConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DiffusionGemmaConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import DiffusionGemmaForBlockDiffusion as Published
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutput
@@ -181,6 +187,14 @@ def prepare(model: PreTrainedModel) -> None:
     for name, part in encoder.named_children():
         if name != "language_model":
             part.requires_grad_(False)
+
+
+def saved_sampler(config: GenerationConfig) -> dict[str, Any]:
+    """The settings of the sampler that a model's generation config has, by Unmask's names."""
+    names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+    found = {name: getattr(config, name, None) for name in names}
+    found["entropy_bound"] = getattr(getattr(config, "sampler_config", None), "entropy_bound", None)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 AutoModelForCausalLM.register(DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, exist_ok=True)

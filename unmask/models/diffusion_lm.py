@@ -46,7 +46,7 @@ from unmask.models.chat_template import (
     turn_end,
 )
 from unmask.models.compiled import compile_model, taken_apart
-from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_settings
+from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_settings, saved_sampler
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at, tempered_log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
@@ -146,6 +146,7 @@ class DiffusionLM(ModuleMethods):
         canvas: whether the model is DiffusionGemma, whose blocks are canvases: the first begins where the
             prompt ends, and each step is conditioned on the last prediction
             (`unmask.models.diffusion_gemma`). Its mask token only marks hidden tokens in texts.
+        canvas_settings: of such a model, the settings of its generation_config.json for the sampler.
         first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
         config: of the unwrapped model.
         quality_head: estimates whether visible tokens are right; None: the model has none.
@@ -189,6 +190,7 @@ class DiffusionLM(ModuleMethods):
         self.block_size = block_size
         self.processor = {}
         self.canvas = bool(canvas_settings(model.config))
+        self.canvas_settings = saved_sampler(model.generation_config) if self.canvas else {}
         self.mask_token_id = mask_token_id
         self.expand_token_id, self.delete_token_id, self.max_gap = expand_token_id, delete_token_id, max_gap
         own = (None if self.canvas else mask_token_id, expand_token_id, delete_token_id)

@@ -87,7 +87,7 @@ def _denoise(
     """A step of sequences with the same settings. Returns which are done [B], and adds to what is
     recorded."""
     config, device = sequences[0].config, predictions.position_N.device
-    settings, member_N = CanvasSettings.of(config), predictions.member_N
+    settings, member_N = CanvasSettings.of(lm, config), predictions.member_N
     at, logits_NV = (predictions.slot_N, predictions.position_N), predictions.logits_NV
     count_B = predictions.counts(len(sequences))
     row_N = moved(member_N, device)

@@ -467,7 +467,7 @@ def sampler_config(
     if lm.noise == "uniform" and wanted == 0:
         given["max_denoising_steps"] = 1  # of what is not returned
     if lm.noise == "uniform" and request.temperature is not None:
-        openai |= {"temperature": None, **_canvas_temperatures(request.temperature, given)}
+        openai |= {"temperature": None, **_canvas_temperatures(lm, request.temperature, given)}
     given |= {name: value for name, value in openai.items() if value is not None}
     seed = request.wanted_seed
     if seed is None:
@@ -489,10 +489,10 @@ def sampler_config(
     return config
 
 
-def _canvas_temperatures(temperature: float, given: Mapping[str, Any]) -> dict[str, float]:
+def _canvas_temperatures(lm: DiffusionLM, temperature: float, given: Mapping[str, Any]) -> dict[str, float]:
     """The temperatures of a canvas's steps for OpenAI's `temperature`, by which they are multiplied: so 1
     changes nothing. 0 is taken for a factor so small that every step draws the most probable tokens."""
-    own, factor = CanvasSettings(), max(temperature, COLDEST)
+    own, factor = CanvasSettings.of(lm, SamplerConfig()), max(temperature, COLDEST)
     return {
         name: factor * (default if given.get(name) is None else given[name])
         for name, default in (("t_min", own.t_min), ("t_max", own.t_max))
