@@ -48,9 +48,8 @@ class DiffusionGemmaForBlockDiffusion(Published):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
         *,
+        position_ids: Tensor | None = None,
         unmask_mask: AttentionMask | None = None,
         unmask_canvas: range | None = None,
         unmask_soft: Tensor | None = None,
@@ -60,17 +59,18 @@ class DiffusionGemmaForBlockDiffusion(Published):
         """Logits [B, T, V], with a soft cap, in float32.
 
         Args:
-            past_key_values: Unmask's cache; None: no key is kept.
             unmask_mask: the keys of each query, all columns of the cache or all tokens of the pass; None: the
                 forward pass of transformers.
             unmask_canvas: the columns of canvases, the first or the last ones; None: there are none.
             unmask_soft: the mean embeddings [B, K, D] of what was predicted last; None: nothing was.
             unmask_earlier: in its place the last hidden states [B, K, D] of an earlier pass, and which rows
                 are conditioned on what they predict [B]. The gradient stops there, but not at the embeddings.
+            published: arguments of transformers' class, of which Unmask's pass reads the cache.
         """
         if unmask_mask is None:
-            named = {"position_ids": position_ids, "past_key_values": past_key_values}
-            return super().forward(input_ids, **named, **published)
+            return super().forward(input_ids, position_ids=position_ids, **published)
+        # named so in a signature with neither name, by whatever version of transformers
+        cache: Cache | None = published.get("past_key_values")
         assert input_ids is not None and position_ids is not None
         columns = range(input_ids.shape[1])
         canvas = range(0) if unmask_canvas is None else unmask_canvas
@@ -94,8 +94,8 @@ class DiffusionGemmaForBlockDiffusion(Published):
             if not own:
                 continue
             keys: LayerKeys = own_keys
-            if past_key_values is not None:
-                keys, mask = past_key_values.part(own), unmask_mask.part(own)
+            if cache is not None:
+                keys, mask = cache.part(own), unmask_mask.part(own)
             else:
                 mask = unmask_mask.part(
                     own, *([clean] if clean else []), *([canvas] if own is canvas else [])
