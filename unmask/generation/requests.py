@@ -6,7 +6,7 @@ Shapes: N hidden tokens of a block, S times of a schedule.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -94,8 +94,9 @@ def _request(
     gaps = constrained_gaps(lm, ids, hidden, config, where, completion=completion)
     known, start = (ids, 0) if prompt is None else (prompt, len(prompt))
     stops = completion and config.stop_at_eos
+    limit = start + config.max_new_tokens if completion else None
     return Request(
-        *(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions), canvas_steps=canvas_steps
+        *(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions, limit, canvas_steps)
     )
 
 
@@ -137,8 +138,7 @@ def make_requests(
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids = [*prompt, *[lm.mask_token_id] * (stop - start)]
         hidden = [False] * start + [True] * (stop - start)
-        made = _request(lm, prompt, ids, hidden, key, blocks, config, where)
-        requests.append(replace(made, limit=start + config.max_new_tokens))
+        requests.append(_request(lm, prompt, ids, hidden, key, blocks, config, where))
     return requests
 
 

@@ -27,6 +27,7 @@ from transformers import DiffusionGemmaForBlockDiffusion as Published
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutput
 
+from unmask.config.sampler import CANVAS_FIELDS
 from unmask.models.attention import AttentionMask, LayerKeys
 from unmask.models.kernels.log_softmax import at_least_float32
 
@@ -164,7 +165,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
         return share_NV.to(table.weight.dtype) @ table.weight * table.embed_scale.to(table.weight.dtype)
 
 
-def canvas_settings(config: PretrainedConfig) -> dict[str, Any]:
+def canvas_pattern(config: PretrainedConfig) -> dict[str, Any]:
     """The settings of a DiffusionLM that a DiffusionGemma has; {}: the config is another model's."""
     if not isinstance(config, DiffusionGemmaConfig):
         return {}
@@ -191,8 +192,7 @@ def prepare(model: PreTrainedModel) -> None:
 
 def saved_sampler(config: GenerationConfig) -> dict[str, Any]:
     """The settings of the sampler that a model's generation config has, by Unmask's names."""
-    names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
-    found = {name: getattr(config, name, None) for name in names}
+    found = {name: getattr(config, name, None) for name in CANVAS_FIELDS}
     found["entropy_bound"] = getattr(getattr(config, "sampler_config", None), "entropy_bound", None)
     return {name: value for name, value in found.items() if value is not None}
 

@@ -46,7 +46,7 @@ from unmask.models.chat_template import (
     turn_end,
 )
 from unmask.models.compiled import compile_model, taken_apart
-from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_settings, saved_sampler
+from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion, canvas_pattern, saved_sampler
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at, tempered_log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
@@ -189,7 +189,7 @@ class DiffusionLM(ModuleMethods):
         self.attention: AttentionName = attention
         self.block_size = block_size
         self.processor = {}
-        self.canvas = bool(canvas_settings(model.config))
+        self.canvas = bool(canvas_pattern(model.config))
         self.canvas_settings = saved_sampler(model.generation_config) if self.canvas else {}
         self.mask_token_id = mask_token_id
         self.expand_token_id, self.delete_token_id, self.max_gap = expand_token_id, delete_token_id, max_gap

@@ -34,7 +34,7 @@ from unmask.models.attention import ATTENTION_NAME, attention_layers
 from unmask.models.auto_config import READ_AS, SETTINGS_KEY, UnmaskConfig, stock_config
 from unmask.models.chat_template import resolve_end_tokens
 from unmask.models.device_map import resolve_device, split_layers
-from unmask.models.diffusion_gemma import canvas_settings, prepare
+from unmask.models.diffusion_gemma import canvas_pattern, prepare
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.family import Family
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
@@ -309,7 +309,7 @@ def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionNam
 
 def refuse_quantized(config: PretrainedConfig) -> None:
     """Raise ModelError for DiffusionGemma."""
-    if canvas_settings(config):
+    if canvas_pattern(config):
         raise ModelError(
             "bitsandbytes quantizes neither stacked experts nor weights that encoder and decoder share, "
             "which are almost all of the model",
@@ -389,7 +389,7 @@ def pattern_settings(
 ) -> dict[str, Any]:
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock
     model."""
-    canvas = canvas_settings(config)
+    canvas = canvas_pattern(config)
     saved = STOCK_SETTINGS | canvas | (getattr(config, SETTINGS_KEY, None) or {})
     chosen: dict[str, Any]
     for name, value in {"attention": attention, "block_size": block_size, "logit_shift": logit_shift}.items():
@@ -458,7 +458,7 @@ def initialize(
     torch.manual_seed(seed)
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))
-    return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids, **canvas_settings(config))
+    return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids, **canvas_pattern(config))
 
 
 def of_config(
@@ -520,7 +520,7 @@ def make_diffusion(
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
-    if canvas_settings(model.config):
+    if canvas_pattern(model.config):
         if tokenizer.mask_token_id is None:  # it marks hidden tokens in texts, and the model never reads it
             tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
         prepare(model)
@@ -557,7 +557,7 @@ def check_architecture(model: PreTrainedModel, attention: AttentionName) -> int:
         )
     check_recurrent(model, attention)
     _check_layers(model)
-    if canvas_settings(model.config):
+    if canvas_pattern(model.config):
         return 0
     with _loading_unsharded():
         return first_position(model)

@@ -46,7 +46,7 @@ from unmask.models.diffusion_gemma import (
     ADAPTED,
     TOWERS,
     DiffusionGemmaForBlockDiffusion,
-    canvas_settings,
+    canvas_pattern,
 )
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import (
@@ -109,7 +109,7 @@ class ModelSpec:
     @property
     def canvas(self) -> bool:
         """Whether it is DiffusionGemma."""
-        return bool(canvas_settings(self.config))
+        return bool(canvas_pattern(self.config))
 
     @property
     def recurrent(self) -> bool:
@@ -364,7 +364,7 @@ def read_by_tokens(model: Any) -> nn.Module:
 def attention_widths(model: Any) -> list[tuple[int, int]]:
     """Number of heads times head width, of the queries and of the keys, of one layer or of all."""
     text = model.config.get_text_config()
-    if canvas_settings(model.config):  # whose layers are unlike
+    if canvas_pattern(model.config):  # whose layers are unlike
         layers: Any = attention_layers(model.model.decoder)
         return [(layer.q_proj.out_features, layer.k_proj.out_features) for layer in layers]
     heads = text.num_attention_heads
@@ -473,7 +473,7 @@ def layer_stacks(model: Any) -> dict[str, nn.ModuleList]:
     layers, found = model.config.get_text_config().num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in model.base_model.named_modules():
         within = any(name.startswith(f"{outer}.") for outer in found)
-        tower = canvas_settings(model.config) and re.fullmatch(TOWERS, f"model.{name}")
+        tower = canvas_pattern(model.config) and re.fullmatch(TOWERS, f"model.{name}")
         if isinstance(module, nn.ModuleList) and len(module) == layers and not (within or tower):
             found[name] = module
     return found
@@ -526,7 +526,7 @@ def saved_bytes(
     """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one
     row, and of two."""
     model.requires_grad_(True)  # `count_passes` leaves it to adapters
-    if work.lora_rank and canvas_settings(model.config):  # its experts, which keep most, never have adapters
+    if work.lora_rank and canvas_pattern(model.config):  # its experts, which keep most, never have adapters
         model.requires_grad_(False)
         for name, module in model.named_modules():
             if re.fullmatch(ADAPTED, name) or isinstance(module, nn.Embedding):
@@ -562,7 +562,7 @@ def hidden_states(
     """The hidden states before the output head, [B, T, D], of a pass of `batch` rows that is watched."""
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
     layout = row_layout(pattern, work, torch.device("cpu"))
-    canvas = canvas_settings(model.config)
+    canvas = canvas_pattern(model.config)
     mask = row_mask(pattern, work, layout, canvas=bool(canvas))
     if reading:
         mask = replace(mask, recurrence=reading.to(torch.device("cpu")))  # as fake tensors

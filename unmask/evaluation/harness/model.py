@@ -321,7 +321,9 @@ class HarnessLM(TemplateLM):
         by_sampler: dict[str, tuple[SamplerConfig, list[Wanted]]] = {}
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
-            sampler, until = read_gen_kwargs(gen_kwargs, self.sampler, canvas=self.lm.noise == "uniform")
+            sampler, until = read_gen_kwargs(
+                gen_kwargs, self.sampler, random_tokens=self.lm.noise == "uniform"
+            )
             if protocol := self.protocol_of(request.task_name):
                 sampler = protocol.sampler(self.lm, self._given)
                 context, until = protocol.prompt(context, self.lm), [] if protocol.ignore_until else until
@@ -546,7 +548,7 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def read_gen_kwargs(
-    gen_kwargs: Mapping[str, Any], defaults: SamplerConfig, *, canvas: bool = False
+    gen_kwargs: Mapping[str, Any], defaults: SamplerConfig, *, random_tokens: bool = False
 ) -> tuple[SamplerConfig, list[str]]:
     """The sampler and the stop strings of a request.
 
@@ -555,8 +557,8 @@ def read_gen_kwargs(
     1. All other names are those of `SamplerConfig`.
 
     Args:
-        canvas: whether the model writes on canvases of random tokens, whose steps draw at temperatures of
-            their own: `do_sample` then changes nothing.
+        random_tokens: whether the model writes on canvases of random tokens. Their steps draw at temperatures
+            of their own, so that `do_sample` changes nothing.
 
     Raises:
         ConfigError: an unknown name, a wrong value, two lengths, or sampling at temperature 0.
@@ -580,7 +582,7 @@ def read_gen_kwargs(
         what = "do_sample with temperature 0 contradict one another"
         remedy = "Leave one out, or raise the temperature"
         raise ConfigError(what, where="gen_kwargs", remedy=remedy)
-    elif sample and temperature is None and not canvas:
+    elif sample and temperature is None and not random_tokens:
         settings["temperature"] = defaults.temperature or 1.0
     until = given.get("until") or []
     until = [until] if isinstance(until, str) else list(until)

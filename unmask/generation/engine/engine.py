@@ -101,8 +101,8 @@ class Engine:
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         check_graphs(lm, verifier)
-        self.exact_cache, self.canvas = lm.attention != "bidirectional", lm.noise == "uniform"
-        self.slots = BatchState(lm.device, lm.mask_token_id, canvas=self.canvas)
+        self.exact_cache, self.random_tokens = lm.attention != "bidirectional", lm.noise == "uniform"
+        self.slots = BatchState(lm.device, lm.mask_token_id, random_tokens=self.random_tokens)
         if lm.canvas and lm.block_size:
             self.slots.create_soft(lm.block_size, lm.model.get_input_embeddings().weight)
         if self.exact_cache:
@@ -138,7 +138,7 @@ class Engine:
         if self.verifier is not None:
             check_verified(self.verifier, request.length, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
-        decided = config.parallel or self.canvas
+        decided = config.parallel or self.random_tokens
         if given != (decided, config.constraint is not None, config.revise is not None):
             raise GenerationError(
                 "the request was made with other settings", where="config", remedy="Make it with these"
@@ -153,7 +153,7 @@ class Engine:
             sequence.speculation = begin(self.lm, request, config)
         else:
             sequence.num_columns += config.num_speculative_tokens * (self.lm.block_size or 1)
-            if not self.canvas:
+            if not self.random_tokens:
                 self.slots.create_noise(num_numbers(request, config))
         columns = sequence.num_columns
         if self.max_batch_tokens is not None and len(sequence.texts) * columns > self.max_batch_tokens:
@@ -191,11 +191,11 @@ class Engine:
         config, forbidden = sequence.config, None
         if sequence.speculation is not None:
             num_final = sequence.speculation.position
-        elif sequence.hides_again or self.canvas:
+        elif sequence.hides_again or self.random_tokens:
             num_final = sequence.span[0]
         else:
             num_final = [*hidden, True].index(True)
-        if self.canvas and sequence.step:
+        if self.random_tokens and sequence.step:
             block = slice(*sequence.span)
             best = self.slots.best_SC[at][block].tolist()
             ids[block] = [
@@ -328,7 +328,7 @@ class Engine:
         """Logits at every hidden position of the current blocks, after guidance."""
         entries = [self._entry(sequence, sequence.slots[0]) for sequence in sequences]
         entries += [self._entry(each, slot) for each in sequences for slot in each.slots[1:]]
-        if self.canvas:
+        if self.random_tokens:
             begin_canvases(self.lm, self.slots, sequences, entries)
         run = predict_with_quality if any(entry.revise == "quality" for entry in entries) else predict
         predictions = run(self.lm, self.slots, entries, alone=self._alone)
@@ -340,7 +340,7 @@ class Engine:
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> None:
         """Decide on tokens, reveal the best, and advance."""
-        if self.canvas:
+        if self.random_tokens:
             denoise_canvases(self.lm, self.slots, sequences, predictions)
         else:
             step = hide_and_reveal if any(sequence.hides_again for sequence in sequences) else reveal
@@ -356,7 +356,7 @@ class Engine:
         entry = BatchEntry(slot, length, start, stop, num_predicted, sequence.num_cached, revise=revise)
         if config.cache != "exact":
             return entry._replace(recompute=stale_positions(sequence))
-        if self.exact_cache or self.canvas:
+        if self.exact_cache or self.random_tokens:
             return entry._replace(draft=sequence.draft)
         is_copy = slot != sequence.slots[0]
         state = tuple(sequence.request.prompt), is_copy, start, stop, sequence.steps_done, revise

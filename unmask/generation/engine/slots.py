@@ -187,9 +187,9 @@ class BatchState:
     unchanged_S: Tensor
     soft_SWD: Tensor
 
-    def __init__(self, device: torch.device, mask_token_id: int, *, canvas: bool = False):
+    def __init__(self, device: torch.device, mask_token_id: int, *, random_tokens: bool = False):
         self.mask_token_id = mask_token_id
-        self.tables = TABLES | CANVAS_TABLES if canvas else TABLES
+        self.tables = TABLES | CANVAS_TABLES if random_tokens else TABLES
         self.count = 0
         # what a pass needs of the host, by what the host knows of its sequences
         self.plans: MaskCache = MaskCache(PLANS_KEPT, CELLS_KEPT)
