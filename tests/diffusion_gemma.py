@@ -118,10 +118,15 @@ def loaded(folder: Path, **settings: Any) -> DiffusionLM:
 
 
 def generated(
-    model: PreTrainedModel, lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
+    model: PreTrainedModel,
+    lm: DiffusionLM,
+    requests: Sequence[Request],
+    config: SamplerConfig,
+    generation: DiffusionGemmaGenerationConfig | None = None,
 ) -> list[list[int]]:
     """The completions of `generate` of transformers, with left padding, and keyed random numbers in place of
-    its own. All sequences must take as many steps, or there be one."""
+    its own. All sequences must take as many steps, or there be one. `generation`: its settings; None: those
+    of `config`."""
     settings, canvas = CanvasSettings.of(lm, config), model.config.canvas_length
     starts = [request.start for request in requests]
     key_B1 = torch.tensor([[request.key] for request in requests])
@@ -153,7 +158,7 @@ def generated(
         number += 1
         return prepare(*arguments, **named)
 
-    generation = DiffusionGemmaGenerationConfig(
+    generation = generation or DiffusionGemmaGenerationConfig(
         max_new_tokens=config.max_new_tokens,
         max_denoising_steps=settings.max_denoising_steps,
         t_min=settings.t_min,
@@ -161,9 +166,9 @@ def generated(
         stability_threshold=settings.stability_threshold,
         confidence_threshold=settings.confidence_threshold,
         sampler_config=EntropyBoundSamplerConfig(entropy_bound=settings.entropy_bound),
-        eos_token_id=lm.eos_token_id if config.stop_at_eos else None,
-        pad_token_id=model.config.text_config.pad_token_id,
     )
+    generation.eos_token_id = lm.eos_token_id if config.stop_at_eos else None
+    generation.pad_token_id = model.config.text_config.pad_token_id
     with (
         mock.patch("torch.randint", randint),
         mock.patch("torch.multinomial", multinomial),

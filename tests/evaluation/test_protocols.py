@@ -11,7 +11,9 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import nn
+from transformers import DiffusionGemmaGenerationConfig
 
+from tests.diffusion_gemma import CANVAS, exact, exact_models, generated
 from tests.errors import raises
 from tests.evaluation.authors_samplers import dream, llada, run, sdar
 from tests.helpers import partly_slow
@@ -22,6 +24,7 @@ from unmask.errors import ConfigError
 from unmask.evaluation.protocols import cut as ended
 from unmask.evaluation.protocols import protocol_names, protocol_tasks, read_protocol
 from unmask.generation import naive, sampler
+from unmask.generation.requests import make_requests
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -34,6 +37,7 @@ SOURCE = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(blob|tree)/[0-9a-f]{4
 LENGTH = 12
 # so that end tokens are neither rare nor all
 END_BIAS = {"llada": [2.0, 1.0], "d1": [2.0, 1.0], "dream": [-1.0, 0.0], "sdar": [1.0, 0.0]}
+CANVASES = "diffusion-gemma"
 EVERY = [
     (name if variant is None else f"{name}/{variant}", task)
     for name in protocol_names()
@@ -81,7 +85,7 @@ def distinct_samplers() -> list[ParameterSet]:
     slow."""
     found: dict[str, ParameterSet] = {}
     for name, task in sorted(EVERY, key=lambda pair: "/" in pair[0]):
-        if read_protocol(name, task).generation is not None:
+        if name != CANVASES and read_protocol(name, task).generation is not None:
             case = pytest.param(
                 name, task, id=f"{name}-{task}", marks=[pytest.mark.slow] if "/" in name else []
             )
@@ -153,6 +157,21 @@ def test_the_tokens_are_those_of_the_authors_sampler(name, task):
         )
     assert len({tuple(canvas) for canvas in canvases}) > 40
     assert naive.generate(lm, PROMPTS[:4], config, KEYS[:4]).tokens == generation.tokens[:4]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_tokens_on_canvases_are_those_of_transformers(tmp_path):
+    """Its authors published no other code than `generate`, with these settings as its defaults."""
+    lm, model = exact_models(tmp_path)
+    protocol = read_protocol(CANVASES, "gpqa_diamond_cot_zeroshot")
+    config = protocol.sampler(lm, {"max_new_tokens": 3 * CANVAS})
+    named = DiffusionGemmaGenerationConfig(**DiffusionGemmaGenerationConfig._get_default_generation_params())
+    named.max_new_tokens = config.max_new_tokens
+    with exact():
+        for request in make_requests(lm, PROMPTS[:8], config, KEYS[:8]):
+            [expected] = generated(model, lm, [request], config, named)
+            found = sampler.generate(lm, [request.prompt], config, [request.key])
+            assert found.tokens == [cut(expected, lm.eos_token_ids)]
 
 
 @pytest.mark.parametrize(

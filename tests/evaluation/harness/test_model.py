@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -32,7 +33,7 @@ from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.harness.answers import LogLikelihood
-from unmask.evaluation.harness.model import read_gen_kwargs, split_settings
+from unmask.evaluation.harness.model import read_gen_kwargs, split_settings, text_after_thoughts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -221,6 +222,30 @@ def test_texts_know_what_they_took():
     assert (text.tokens, text.steps, text.passes) == (8, 4, 4)
 
 
+def test_thoughts_are_no_part_of_an_answer():
+    """As lm-eval's model `hf` reads them, by text and by id; a special token has no text."""
+    lm = toy_lm()
+    [whole] = generated(HarnessLM(lm), ["ab"], max_gen_toks=12, stop_at_eos=False, temperature=1.0)
+    end = whole[len(whole) // 2]
+    for token in (end, lm.tokenizer.convert_tokens_to_ids(end)):
+        model = HarnessLM(lm, think_end_token=token)
+        [answer] = generated(model, ["ab"], max_gen_toks=12, stop_at_eos=False, temperature=1.0)
+        assert answer == postprocess_generated_text(whole, [], end) != whole
+    a, b = lm.tokenizer.convert_tokens_to_ids(["a", "b"])
+    assert text_after_thoughts(lm, "ab", [a, lm.mask_token_id, b], lm.tokenizer.mask_token) == "b"
+    assert text_after_thoughts(lm, "ab", [a, b], lm.tokenizer.mask_token) == "ab"
+
+
+def test_a_chat_template_is_told_to_think():
+    lm = toy_lm()
+    lm.tokenizer.chat_template = "{{ messages[0].content }}{{ 'b' if enable_thinking }}{{ more }}"
+    message = [{"role": "user", "content": "a"}]
+    plain = HarnessLM(lm)
+    model = HarnessLM(lm, enable_thinking=True, think_end_token="c", chat_template_args={"more": "d"})
+    assert (plain.apply_chat_template(message), model.apply_chat_template(message)) == ("a", "abd")
+    assert plain.tokenizer_name != model.tokenizer_name
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "where"),
     [
@@ -229,6 +254,7 @@ def test_texts_know_what_they_took():
         ({"samples": 0}, ConfigError, "samples"),
         ({"batch_size": "many"}, ConfigError, "batch_size"),
         ({"dtype": "float64"}, ConfigError, "dtype"),
+        ({"enable_thinking": True}, ConfigError, "enable_thinking"),
     ],
 )
 def test_wrong_settings_are_refused(settings, error, where):
@@ -450,6 +476,7 @@ def test_guidance_is_refused_by_likelihoods():
 SCRIPT = """
 import atexit, json, os, sys
 import lm_eval
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 import unmask.evaluation.harness
 import torch; torch.set_num_threads(1)

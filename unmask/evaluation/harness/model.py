@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from unmask.config.sampler import SamplerConfig
 from unmask.console import Phase, tracked
+from unmask.data.decoding import text_after
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
 from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
@@ -101,6 +102,8 @@ class HarnessLM(TemplateLM):
             and chat template are lm-eval's to set.
         max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose
             their beginning.
+        enable_thinking, chat_template_args: for the chat template, as of lm-eval's model `hf`.
+        think_end_token: an answer's text begins after the last such token, by id or as text, if it has one.
         settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not
             have their own; they replace those of the protocol.
 
@@ -123,6 +126,9 @@ class HarnessLM(TemplateLM):
         device: str | None = None,
         max_length: int | None = None,
         protocol: str | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        chat_template_args: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -147,6 +153,11 @@ class HarnessLM(TemplateLM):
                 str(pretrained), **model, device=device or ("auto" if state is None else str(state.device))
             )
         self.tokenizer = self.lm.tokenizer
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.chat_template_args, self.think_end_token = (chat_template_args or {}) | thinking, think_end_token
+        if self.chat_template_args.get("enable_thinking") and think_end_token is None:
+            what = "needs the token that ends the thoughts, which are no part of an answer"
+            raise ConfigError(what, where="enable_thinking", remedy="Give think_end_token")
         self.samples = DEFAULT_SAMPLES if samples is None else _whole(samples, "samples")
         self.seed = int(seed)
         self.authors, self._asked_samples = protocol, samples is not None
@@ -337,7 +348,8 @@ class HarnessLM(TemplateLM):
             # equally many.
             key = sequence_key(prompt, repeats[id(request)] % (request.repeats or 1))
             repeats[id(request)] += 1
-            names.append(_kept_name([sampler.model_dump_json(exclude={"batch_size"}), prompt, key, until]))
+            settings = sampler.model_dump_json(exclude={"batch_size"})
+            names.append(_kept_name([settings, prompt, key, until, self.think_end_token]))
             if names[-1] in kept:
                 answers[number] = kept[names[-1]]
                 continue
@@ -352,8 +364,10 @@ class HarnessLM(TemplateLM):
                     made = generate(self.lm, prompts, sampler, keys=keys)
                     for at, (number, until) in enumerate(zip(numbers, untils, strict=True)):
                         steps = max(made.steps[at], default=-1) + 1
-                        text, tokens = cut(made.texts[at], until), len(made.tokens[at])
-                        answer = AnswerText(text, tokens, steps, made.forward_passes[at])
+                        text, ids = made.texts[at], made.tokens[at]
+                        if self.think_end_token is not None:
+                            text = text_after_thoughts(self.lm, text, ids, self.think_end_token)
+                        answer = AnswerText(cut(text, until), len(ids), steps, made.forward_passes[at])
                         answers[number] = kept[names[number]] = answer
         return answers
 
@@ -365,12 +379,14 @@ class HarnessLM(TemplateLM):
             chat_history,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **self.chat_template_args,
         )
 
     @property
     def tokenizer_name(self) -> str:
         """For names of cached requests, which depend on the tokenizer and its chat template."""
-        digest = hashlib.blake2b(str(self.tokenizer.chat_template).encode(), digest_size=4).hexdigest()
+        template = f"{self.tokenizer.chat_template}{self.chat_template_args or ''}"
+        digest = hashlib.blake2b(template.encode(), digest_size=4).hexdigest()
         return f"{self.tokenizer.name_or_path.replace('/', '__')}-{digest}"
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -545,6 +561,18 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
             raise ConfigError(f"unknown option {name!r}", where="model_args", remedy=remedy)
     model = {name: value for name, value in settings.items() if name in of_load}
     return model, {name: value for name, value in settings.items() if name in SAMPLER_FIELDS}
+
+
+def text_after_thoughts(lm: DiffusionLM, text: str, ids: Sequence[int], end: str | int) -> str:
+    """The text after the last token that ends thoughts, by id or as text; the whole one if there is none."""
+    if isinstance(end, str):  # the text has no special tokens
+        end = lm.tokenizer.get_vocab().get(end, end)
+    if isinstance(end, str):
+        return text.split(end)[-1].lstrip()
+    if end not in ids:
+        return text
+    first = len(ids) - ids[::-1].index(end)
+    return text_after(lm.tokenizer, ids[:first], ids[first:], lm.eos_token_ids).lstrip()
 
 
 def read_gen_kwargs(
