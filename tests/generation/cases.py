@@ -1,4 +1,5 @@
-"""Patterns, prompts and settings on which sampling is tested, and a counter of what its passes compute."""
+"""Patterns, prompts and settings on which sampling is tested, a check of the engine by `naive`, and a counter of
+what its passes compute."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
+from unmask.generation import naive
+from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 
 PATTERNS = [
@@ -113,26 +116,53 @@ FORMS = [
     {"choice": ["ab", "cd", "fed"]},
     {"regex": "[a-f]+"},
 ]
-forms = {
-    "constraint": st.sampled_from([None, None, *(FORMS if find_spec("outlines_core") else [])]),
-    "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5, 0.7]),
-    "forbidden_tokens": st.sampled_from([None, None, [4]]),
-    "allowed_tokens": st.sampled_from([None, None, None, [0, 2, 4, 5, 6, 7]]),
-}
-"""Settings that hold the text of a canvas to a form."""
 
 
-def fitting(lm, batch):
-    """The entries of a batch, each of a prompt and its settings first, whose constraint a text can meet."""
-    found = []
-    for prompt, config, *more in batch:
+def canvas_batches(alphabet: str):
+    """Prompts, each with settings of canvases and the number of steps of an engine that follow."""
+    settings = {
+        "max_new_tokens": st.integers(1, 16),
+        "max_denoising_steps": st.integers(1, 9),
+        "entropy_bound": st.floats(0.01, 6),
+        "t_max": st.floats(0.5, 2),
+        "stability_threshold": st.integers(0, 2),
+        "confidence_threshold": st.floats(0.01, 2),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.7]),
+        "constraint": st.sampled_from([None, None, *(FORMS if find_spec("outlines_core") else [])]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.5, 0.7]),
+        "forbidden_tokens": st.sampled_from([None, None, [4]]),
+        "allowed_tokens": st.sampled_from([None, None, None, [0, 2, 4, 5, 6, 7]]),
+        "stop_at_eos": st.booleans(),
+        "seed": st.integers(0, 5),
+        "trace": st.booleans(),
+        "top_log_probs": st.sampled_from([0, 2]),
+    }
+    configs = st.fixed_dictionaries(settings).map(lambda fields: SamplerConfig(**fields))
+    prompts = st.text(alphabet, min_size=1, max_size=12)
+    return st.lists(st.tuples(prompts, configs, st.integers(0, 3)), min_size=1, max_size=4)
+
+
+def in_company(lm, batch, size, close=1e-10):
+    """The trace by an engine of this batch size, that by `naive`, and the settings of each entry of a batch
+    (`canvas_batches`) whose constraint a text can meet. Tokens, steps and log-probabilities agree."""
+    engine, expected, found = Engine(lm, batch_size=size), {}, {}
+    for key, (prompt, config, steps) in enumerate(batch):
         try:
-            make_requests(lm, [prompt], config)
+            [request] = make_requests(lm, [prompt], config, [key])
         except GenerationError as error:
             assert config.constraint is not None and error.where.startswith("constraint")
-        else:
-            found.append((prompt, config, *more))
-    return found
+            continue
+        [trace] = naive.complete(lm, [request], config.model_copy(update={"trace": True})).trace
+        expected[engine.submit(request, config)] = trace, config
+        for _ in range(steps):
+            found |= dict(engine.step())
+    found |= dict(engine.run())
+    assert found.keys() == expected.keys()
+    for ticket, (trace, _) in expected.items():
+        assert (found[ticket].canvas, found[ticket].steps) == (trace.canvas, trace.steps)
+        assert found[ticket].log_probs == pytest.approx(trace.log_probs, abs=close)
+    return [(found[ticket], *other) for ticket, other in expected.items()]
 
 
 class Watch:

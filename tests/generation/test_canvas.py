@@ -16,7 +16,7 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as pu
 
 import unmask
 from tests.errors import raises
-from tests.generation.cases import fitting, forms
+from tests.generation.cases import canvas_batches, in_company
 from tests.helpers import examples
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -24,7 +24,6 @@ from unmask.diffusion.rng import RngStream, uniform
 from unmask.errors import GenerationError, ModelError
 from unmask.generation import naive, sampler
 from unmask.generation.canvas import OF_MASKS, CanvasSettings, random_tokens
-from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import watch
 from unmask.generation.policies import draw
 from unmask.generation.prompt_log_probs import prompt_log_probs
@@ -123,50 +122,12 @@ def test_tokens_and_steps_are_those_of_transformers(settings):
         assert found.tokens[0] == expected and found.forward_passes == [passes]
 
 
-configs = st.fixed_dictionaries(
-    {
-        "max_new_tokens": st.integers(1, 14),
-        "max_denoising_steps": st.integers(1, 9),
-        "entropy_bound": st.floats(0.01, 6),
-        "t_max": st.floats(0.5, 2),
-        "stability_threshold": st.integers(0, 2),
-        "confidence_threshold": st.floats(0.01, 2),
-        "top_k": st.sampled_from([0, 3]),
-        "top_p": st.sampled_from([1.0, 0.7]),
-        **forms,
-        "stop_at_eos": st.booleans(),
-        "seed": st.integers(0, 5),
-        "trace": st.booleans(),
-        "top_log_probs": st.sampled_from([0, 2]),
-    }
-).map(lambda fields: SamplerConfig(**fields))
-prompts = st.text("abcdef", min_size=1, max_size=8)
-
-
 @pytest.mark.parametrize("kind", PATTERNS)
-@given(
-    batch=st.lists(st.tuples(prompts, configs, st.integers(0, 3)), min_size=1, max_size=4),
-    size=st.integers(1, 3),
-)
+@given(batch=canvas_batches("abcdef"), size=st.integers(1, 3))
 @examples(25)
 def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(kind, batch, size):
-    lm = canvas_lm(kind)
-    batch, engine, found, tickets = fitting(lm, batch), Engine(lm, batch_size=size), {}, {}
-    waiting = sorted(enumerate(batch), key=lambda entry: entry[1][2])
-    for moment in range(1000):
-        while waiting and waiting[0][1][2] <= moment:
-            number, (prompt, config, _) = waiting.pop(0)
-            tickets[engine.submit(make_requests(lm, [prompt], config)[0], config)] = number
-        found |= dict(engine.step())
-        if len(found) == len(batch):
-            break
-    for ticket, number in tickets.items():
-        prompt, config, _ = batch[number]
-        [expected] = naive.generate(lm, [prompt], config.model_copy(update={"trace": True})).trace
-        trace = found[ticket]
-        assert (trace.canvas, trace.steps) == (expected.canvas, expected.steps)
+    for trace, expected, config in in_company(canvas_lm(kind), batch, size, 1e-9):
         assert trace.forward_passes == expected.forward_passes
-        assert trace.log_probs == pytest.approx(expected.log_probs, abs=1e-9)
         assert trace.top_ids == expected.top_ids
         assert len(trace.canvas_steps) == (trace.forward_passes if config.trace else 0)
         if config.trace:

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 import unmask
 from tests.diffusion_gemma import ALPHABET, CANVAS, exact, exact_models, generated, loaded
-from tests.generation.cases import fitting, forms
+from tests.generation.cases import canvas_batches, in_company
 from tests.helpers import examples
 from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive
-from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_infill_requests, make_requests, without_ends
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -137,47 +136,10 @@ def test_canvases_are_whole_and_results_are_cut(lm):
     assert found.tokens == naive.generate(lm, prompts(3), config).tokens
 
 
-configs = st.fixed_dictionaries(
-    {
-        "max_new_tokens": st.integers(1, 2 * CANVAS),
-        "max_denoising_steps": st.integers(1, 6),
-        "entropy_bound": st.floats(0.01, 6),
-        "t_max": st.floats(0.5, 2),
-        "stability_threshold": st.integers(0, 2),
-        "confidence_threshold": st.floats(0.01, 2),
-        "top_k": st.sampled_from([0, 3]),
-        **forms,
-        "stop_at_eos": st.booleans(),
-        "seed": st.integers(0, 5),
-        "trace": st.booleans(),
-    }
-).map(lambda fields: SamplerConfig(**fields))
-
-
-@given(
-    batch=st.lists(
-        st.tuples(st.text(ALPHABET, min_size=1, max_size=12), configs, st.integers(0, 3)),
-        min_size=1,
-        max_size=4,
-    ),
-    size=st.integers(1, 3),
-)
+@given(batch=canvas_batches(ALPHABET), size=st.integers(1, 3))
 @examples(20)
 def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(lm, batch, size):
-    batch, engine, found, tickets = fitting(lm, batch), Engine(lm, batch_size=size), {}, {}
-    waiting = sorted(enumerate(batch), key=lambda entry: entry[1][2])
-    for moment in range(1000):
-        while waiting and waiting[0][1][2] <= moment:
-            number, (prompt, config, _) = waiting.pop(0)
-            tickets[engine.submit(make_requests(lm, [prompt], config)[0], config)] = number
-        found |= dict(engine.step())
-        if len(found) == len(batch):
-            break
-    for ticket, number in tickets.items():
-        prompt, config, _ = batch[number]
-        [expected] = naive.generate(lm, [prompt], config.model_copy(update={"trace": True})).trace
-        assert (found[ticket].canvas, found[ticket].steps) == (expected.canvas, expected.steps)
-        assert found[ticket].log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+    in_company(lm, batch, size, 1e-4)
 
 
 def test_gaps_are_filled_on_a_canvas_around_what_is_given(lm):

@@ -11,8 +11,7 @@ import torch
 
 from tests.diffusion_gemma import loaded
 from tests.errors import raises
-from tests.rl.methods.rollouts import held
-from tests.rl.test_updates import watched
+from tests.rl.updates import RATIOS, check_first_updates
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, share_of_a, weights
 from unmask.errors import ConfigError
@@ -28,7 +27,11 @@ PATTERNS = {"bidirectional": None, "block_causal": 2}
 every_pattern = pytest.mark.parametrize("attention", PATTERNS)
 
 
-def canvas_lm(attention: str = "bidirectional", **more: Any) -> DiffusionLM:
+def canvas_lm(attention: str = "bidirectional", folder: Path | None = None, **more: Any) -> DiffusionLM:
+    """A model of uniform noise, or DiffusionGemma, written to this folder."""
+    if attention == "DiffusionGemma":
+        assert folder is not None
+        return loaded(folder, canvas=2)
     return llama_lm(attention, PATTERNS[attention], **more).with_noise("uniform")
 
 
@@ -39,37 +42,11 @@ def made(folder: Path, method: str, lm: DiffusionLM | None = None, **more: Any) 
     return trainer
 
 
-def inner_updates(method: str) -> dict[str, Any]:
-    """Two updates on a rollout, where the loss has a ratio; and settings that clip nothing."""
-    shape = {"num_iterations": 2} if METHODS[method].has_ratio else {}
-    return shape | {"epsilon": None} if method == "bgpo" else shape
-
-
 @pytest.mark.parametrize("attention", [*PATTERNS, "DiffusionGemma"])
-@pytest.mark.parametrize("method", [name for name in FITTING if METHODS[name].has_ratio])
+@pytest.mark.parametrize("method", [name for name in FITTING if name in RATIOS])
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
-    shape = {**inner_updates(method), **held(method), "difficulty": [-99.0, 99.0]}
-    shape |= {"kl_to": "reference"} if "beta" in shape else {}
-    if attention == "DiffusionGemma":
-        lm = loaded(tmp_path / "gemma", canvas=2)
-    else:
-        lm = canvas_lm(attention, attention_dropout=0.3)
-    trainer = made(tmp_path, method, lm, reward=ranks, **shape)
-    calls = watched(trainer)
-    trainer.model.train()
-    rows = [trainer.train_dataset[index] for index in range(4)]
-    buffer = trainer.collect_updates([rows[:2], rows[2:]])
-    for iteration in range(2):
-        for updates in buffer:
-            trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))
-        with torch.no_grad():
-            for weight in trainer.model.parameters():
-                if weight.grad is not None:
-                    weight -= 0.1 * weight.grad
-    ratios, kls = zip(*calls, strict=True)
-    assert len(calls) == 4 and ratios[:2] == (0, 0) and min(ratios[2:]) > 0
-    if method != "bgpo":  # whose loss has no reference
-        assert kls[:2] == (0, 0) and min(kls[2:]) > 0
+    lm = canvas_lm(attention, tmp_path / "gemma", attention_dropout=0.3)
+    check_first_updates(method, tmp_path, lm, generation_kwargs=CANVAS)
 
 
 @every_pattern
@@ -88,38 +65,24 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(method, attention, tmp_
     assert not equal(trained[0], weights(canvas_lm(attention, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("method", FITTING)
-def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(method, tmp_path):
-    shape = {
-        "reward": ranks,
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        **inner_updates(method),
-    }
-    whole = made(tmp_path / "whole", method, **shape)
-    whole.train()
-    again = made(tmp_path / "whole", method, **shape)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    assert equal(weights(whole.lm), weights(again.lm))
-    assert not equal(weights(whole.lm), weights(canvas_lm()))
-
-
-@pytest.mark.parametrize("method", ["cj-grpo", "bgpo"])
-def test_a_run_of_diffusion_gemma_resumes_bit_for_bit(method, tmp_path):
-    shape = {
-        "reward": ranks,
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        **inner_updates(method),
-    }
-    whole, again = (
-        made(tmp_path / "whole", method, loaded(tmp_path / "gemma", canvas=2), **shape) for _ in range(2)
-    )
+@pytest.mark.parametrize(
+    "method, attention",
+    [
+        *((name, "bidirectional") for name in FITTING),
+        ("cj-grpo", "DiffusionGemma"),
+        ("bgpo", "DiffusionGemma"),
+    ],
+)
+def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(method, attention, tmp_path):
+    shape = {"reward": ranks, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    shape |= {"num_iterations": 2} if method in RATIOS else {}  # two updates, where the loss has a ratio
+    shape |= {"epsilon": None} if method == "bgpo" else {}
+    lms = [canvas_lm(attention, tmp_path / "gemma") for _ in range(3)]
+    whole, again = (made(tmp_path / "whole", method, lm, **shape) for lm in lms[:2])
     whole.train()
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert equal(weights(whole.lm), weights(again.lm))
+    assert not equal(weights(whole.lm), weights(lms[2]))
 
 
 @pytest.mark.parametrize("method", ["agrpo", "espo"])
@@ -159,7 +122,7 @@ def test_only_uncertain_draws_are_trained_on(tmp_path):
     ids=str,
 )
 def test_what_changes_the_predictions_of_diffusion_gemma_is_refused(given, where, tmp_path):
-    lm = loaded(tmp_path / "gemma", canvas=2)
+    lm = canvas_lm("DiffusionGemma", tmp_path / "gemma")
     made(tmp_path, "bgpo", lm, epsilon=None, **given)
     with raises(ConfigError, where=where):
         made(tmp_path, "cj-grpo", lm, **given)

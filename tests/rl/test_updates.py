@@ -5,60 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers import partly_slow
-from tests.rl.methods.rollouts import held
+from tests.rl.updates import RATIOS, check_first_updates, watched
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, make, ranks
-from unmask.rl.methods import METHODS, Loss, LossInputs
-from unmask.rl.methods.base import PolicyGradientMethod
-from unmask.rl.methods.spg import SPG
-from unmask.rl.trainer import GRPOTrainer
-
-RATIOS = [name for name, method in METHODS.items() if not issubclass(method, PolicyGradientMethod | SPG)]
-"""The methods that compare the policy with the one that sampled."""
-
-
-def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
-    """The largest deviation of a ratio from 1 and the largest KL, of every loss that the trainer computes."""
-    calls: list[tuple[float, float]] = []
-    trainer.per_view.separable = False  # every loss is then computed whole, once
-
-    method_loss = trainer.method.loss
-
-    def loss(inputs: LossInputs) -> Loss:
-        found = method_loss(inputs)
-        calls.append((float((found.ratio - 1).abs().max()), float(found.kl.abs().max())))
-        return found
-
-    object.__setattr__(trainer.method, "loss", loss)  # the dataclass is frozen
-    return calls
 
 
 @pytest.mark.parametrize("method", RATIOS)
 @partly_slow("attention", ["bidirectional", "block_causal", "causal"], 1)
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
     lm = llama_lm(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
-    shape = {"method": method, "num_iterations": 2, **held(method), "difficulty": [-99.0, 99.0]}
-    shape |= {"kl_to": "reference"} if "beta" in shape else {}
-    trainer = make(
-        "grpo", tmp_path, lm, reward=ranks, **shape | ({"epsilon": None} if method == "bgpo" else {})
-    )
-    calls = watched(trainer)
-    trainer.model.train()
-    rows = [trainer.train_dataset[index] for index in range(4)]
-    buffer = trainer.collect_updates([rows[:2], rows[2:]])
-    for iteration in range(2):
-        for updates in buffer:
-            trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))
-        with torch.no_grad():
-            for weight in trainer.model.parameters():
-                weight -= 0.1 * weight.grad
-    ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]
-    assert len(calls) == 4 and ratios[:2] == [0, 0] and min(ratios[2:]) > 0
-    if method != "bgpo":  # whose loss has no reference
-        assert kls[:2] == [0, 0] and min(kls[2:]) > 0
+    check_first_updates(method, tmp_path, lm)
 
 
 @pytest.mark.parametrize("method", ["diffu-grpo", "espo"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, prompt_lists
+from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, in_company, prompt_lists
 from tests.helpers import examples, partly_slow
 from tests.models.configurations import tiny_lm
 from tests.tiny import add_to_logits, float64_lm
@@ -208,20 +208,11 @@ def test_committing_needs_no_extra_pass(attention, block_size):
 @pytest.mark.parametrize("guidances", list(itertools.product((0.0, 0.7), repeat=3)))
 def test_some_sequences_are_guided_while_others_draft(guidances):
     lm = float64_lm("phi", "block_causal", 4, eos_bias=-9.0)
-    engine, expected = Engine(lm), {}
-    for key, guidance in enumerate(guidances):
-        config = SamplerConfig(
-            max_new_tokens=7,
-            temperature=1.0,
-            cfg_scale=guidance,
-            num_speculative_tokens=0 if guidance else 2,
-            trace=True,
-        )
-        requests = make_requests(lm, [[4, 5, 6, 7, 8, 9, 4, 5, 6]], config, [key])
-        expected[engine.submit(requests[0], config)] = naive.complete(lm, requests, config).trace[0]
-    for ticket, trace in engine.run():
-        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
-        assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
+    settings = [
+        {"cfg_scale": guidance} if guidance else {"num_speculative_tokens": 2} for guidance in guidances
+    ]
+    configs = [SamplerConfig(max_new_tokens=7, temperature=1.0, trace=True, **given) for given in settings]
+    in_company(lm, [([4, 5, 6, 7, 8, 9, 4, 5, 6], config, 0) for config in configs], 64)
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.generation.cases import PATTERNS, PROMPTS
+from tests.generation.cases import PATTERNS, PROMPTS, in_company
 from tests.helpers import partly_slow
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.constraint import ConstraintConfig
@@ -93,25 +93,11 @@ def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
 @partly_slow("attention, block_size", PATTERNS, 2, 4)
 def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
     lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
-    engine, expected, results = Engine(lm, batch_size=4), {}, {}
-    for settings in SETTINGS:
-        config = SamplerConfig(max_new_tokens=8, **settings)
-        requests = make_requests(lm, PROMPTS[:3], config)
-        traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
-        expected |= {
-            engine.submit(request, config): (config, trace)
-            for request, trace in zip(requests, traces, strict=True)
-        }
-        results |= dict(engine.step())
-    results |= dict(engine.run())
-    assert results.keys() == expected.keys()
-    for ticket, trace in results.items():
-        config, other = expected[ticket]
-        assert (trace.canvas, trace.steps, trace.forbidden_ids) == (
-            other.canvas,
-            other.steps,
-            other.forbidden_ids,
-        )
+    configs = [SamplerConfig(max_new_tokens=8, **settings) for settings in SETTINGS]
+    prompts = list(zip(PROMPTS[:3], (0, 0, 1), strict=True))
+    batch = [(prompt, config, steps) for config in configs for prompt, steps in prompts]
+    for trace, other, config in in_company(lm, batch, 4):
+        assert trace.forbidden_ids == other.forbidden_ids
         assert any(trace.forbidden_ids) == (config.top_forbidden > 0) and all(
             len(ids) <= config.top_forbidden for ids in trace.forbidden_ids
         )

@@ -8,11 +8,10 @@ import torch
 
 import unmask
 from tests.errors import raises
-from tests.generation.cases import PROMPTS, every_pattern
+from tests.generation.cases import PROMPTS, every_pattern, in_company
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
-from unmask.generation import naive
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_infill_requests, make_requests
 
@@ -28,20 +27,11 @@ SETTINGS = [
 @every_pattern
 def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
     lm = float64_lm("phi", attention, block_size, eos_bias=1.0)
-    engine, expected, results = Engine(lm, batch_size=4), {}, {}
-    for settings in SETTINGS:
-        config = SamplerConfig(max_new_tokens=7, **settings)
-        requests = make_requests(lm, PROMPTS[:3], config)
-        traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
-        expected |= {
-            engine.submit(request, config): trace for request, trace in zip(requests, traces, strict=True)
-        }
-        results |= dict(engine.step())
-    results |= dict(engine.run())
-    assert results.keys() == expected.keys()
-    for ticket, trace in results.items():
-        other = expected[ticket]
-        assert (trace.canvas, trace.steps, trace.top_ids) == (other.canvas, other.steps, other.top_ids)
+    configs = [SamplerConfig(max_new_tokens=7, **settings) for settings in SETTINGS]
+    prompts = list(zip(PROMPTS[:3], (0, 0, 1), strict=True))
+    batch = [(prompt, config, steps) for config in configs for prompt, steps in prompts]
+    for trace, other, _ in in_company(lm, batch, 4):
+        assert trace.top_ids == other.top_ids
         assert [len(each) for each in trace.top_log_probs] == [len(each) for each in trace.top_ids]
         for mine, theirs in zip(trace.top_log_probs, other.top_log_probs, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-10)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 
 import unmask
 from tests.diffusion_gemma import save_published
-from tests.serving.openai.test_clients import CLOCK, QUESTION, SCHEMA, WEATHER
+from tests.serving.openai.forms import QUESTION, WEATHER, check_json, check_tool_call
 from tests.serving.openai.test_frames import replayed
 from tests.serving.servers import served
 from tests.tiny import HERMES, PRINTABLE, chat_lm
@@ -325,32 +323,13 @@ def test_the_log_probabilities_of_a_prompt(ask):
 
 @every_kind
 def test_json_that_fits_a_schema(kind, ask):
-    client, _ = ask(kind)
-    wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
-    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 4 * CANVAS, **extra(**SETTINGS)}
-    for seed in range(2):
-        answer = client.chat.completions.create(**asked, seed=seed, temperature=1.0, response_format=wanted)
-        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
-        assert answer.choices[0].finish_reason == "stop"
-    free = client.chat.completions.create(**asked, seed=1, response_format={"type": "json_object"})
-    assert isinstance(json.loads(free.choices[0].message.content), dict)
+    check_json(ask(kind)[0], **extra(**SETTINGS))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @every_kind
 def test_a_tool_is_called(kind, stream, ask):
-    client, _ = ask(kind)
-    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": "required"}
-    asked |= {"max_tokens": 7 * CANVAS, "temperature": 1.0, "seed": 4, **extra(**SETTINGS)}
-    if stream:
-        with client.chat.completions.stream(**asked) as events:
-            answer = events.get_final_completion()
-    else:
-        answer = client.chat.completions.create(**asked)
-    [call] = answer.choices[0].message.tool_calls
-    assert answer.choices[0].finish_reason == "tool_calls" and call.function.name in ("weather", "clock")
-    schema = SCHEMA if call.function.name == "weather" else {"maxProperties": 0}
-    jsonschema.validate(json.loads(call.function.arguments), schema)
+    check_tool_call(ask(kind)[0], "required", stream=stream, **extra(**SETTINGS))
 
 
 @every_kind

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 from typing import Literal
 
-import jsonschema
 import openai
 import pydantic
 import pytest
@@ -18,23 +16,10 @@ import torch
 import unmask
 from tests.helpers import partly_slow
 from tests.models.configurations import DELTA_NET
+from tests.serving.openai.forms import QUESTION, WEATHER, check_json, check_tool_call
 from tests.serving.servers import served
 from tests.tiny import HERMES, PRINTABLE, build_lm, cached_chat_lm, chat_lm
 from unmask.config.sampler import SamplerConfig
-
-pytest.importorskip("outlines_core")
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA},
-}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
-QUESTION = [{"role": "user", "content": "Is it raining in Oslo?"}]
 
 
 @pytest.fixture(scope="module")
@@ -165,22 +150,7 @@ def test_an_asynchronous_stream(url):
 
 
 def test_json_that_fits_a_schema(client):
-    wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
-    for seed in range(3):
-        answer = client.chat.completions.create(
-            model="tiny", messages=QUESTION, max_tokens=64, temperature=1.0, seed=seed, response_format=wanted
-        )
-        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
-        assert answer.choices[0].finish_reason == "stop"
-    free = client.chat.completions.create(
-        model="tiny",
-        messages=QUESTION,
-        max_tokens=24,
-        temperature=1.0,
-        seed=1,
-        response_format={"type": "json_object"},
-    )
-    assert isinstance(json.loads(free.choices[0].message.content), dict)
+    check_json(client)
 
 
 class Kept(pydantic.BaseModel):
@@ -200,36 +170,7 @@ def test_json_that_fills_its_tokens_is_whole(client, tokens, text):
 @partly_slow("stream", [False, True], 1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_is_called(client, choice, stream):
-    asked = {
-        "model": "tiny",
-        "messages": QUESTION,
-        "tools": [WEATHER, CLOCK],
-        "tool_choice": choice,
-        "max_tokens": 110,
-    }
-    asked |= {"temperature": 1.0, "seed": 4}
-    if stream:
-        with client.chat.completions.stream(**asked) as events:
-            answer = events.get_final_completion()
-    else:
-        answer = client.chat.completions.create(**asked)
-    [call] = answer.choices[0].message.tool_calls
-    assert answer.choices[0].finish_reason == "tool_calls" and not answer.choices[0].message.content
-    assert call.function.name in ("weather", "clock")
-    jsonschema.validate(
-        json.loads(call.function.arguments),
-        SCHEMA if call.function.name == "weather" else {"maxProperties": 0},
-    )
-    sent_back = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})],
-    }
-    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    following = client.chat.completions.create(
-        model="tiny", messages=[*QUESTION, sent_back, result], tools=[WEATHER], max_tokens=4
-    )
-    assert following.choices[0].finish_reason in ("stop", "length")
+    check_tool_call(client, choice, stream=stream)
 
 
 def test_tools_change_what_the_model_reads_unless_they_may_not_be_called(client):
