@@ -224,6 +224,20 @@ def test_a_model_learns_to_answer(small, tmp_path):
     assert not torch.equal(after["lm_head.weight"], fresh["lm_head.weight"])
 
 
+@pytest.mark.slow  # it is compiled for every layout
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("canvases", ["one", "all"])
+def test_a_compiled_model_trains_alike(canvases, tmp_path):
+    runs = []
+    for more in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        lm = loaded(tmp_path / f"model{len(more)}")
+        runs.append(trained(lm, tmp_path / f"run{len(more)}", canvases=canvases, optim="sgd", **more))
+    plain, compiled = map(weights_of, runs)
+    for name, weight in plain.items():
+        torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"canvases": "all"}, {"packing": True, "max_length": 32}, {"self_conditioning_p": 0.0}],

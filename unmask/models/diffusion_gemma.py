@@ -46,6 +46,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
     Its vision tower is not read, and is saved as it was loaded.
     """
 
+    @torch.compiler.disable(recursive=False)  # ranges of symbolic integers break it; the layers are compiled
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -86,7 +87,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
             return keys, values
 
         def after(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-            if not clean:
+            if layer not in kept:
                 return keys, values
             return torch.cat([kept[layer][0], keys], 2), torch.cat([kept[layer][1], values], 2)
 
