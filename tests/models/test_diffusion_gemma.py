@@ -8,7 +8,7 @@ from inspect import signature
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from tests.diffusion_gemma import CANVAS, exact, generated, loaded, save_published
@@ -20,6 +20,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
+from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as DiffusionGemma
 from unmask.models.export import export
 from unmask.models.load import as_diffusion_lm, check_patterns, load, with_pattern
 
@@ -229,7 +230,7 @@ def test_loaded_from_a_name_in_memory(tmp_path):
 
 @torch.no_grad()
 def test_without_a_mask_the_class_computes_what_that_of_transformers_does(base):
-    model = AutoModelForCausalLM.from_pretrained(base[0])
+    model = DiffusionGemma.from_pretrained(base[0])
     ids_BT = torch.randint(4, 30, (1, 7))
     canvas_BK = torch.randint(4, 30, (1, CANVAS))
     # transformers before 5.24 names it past_key_values
