@@ -39,6 +39,8 @@ from unmask.planning.cost_model import Network, Workload, attention_flops, matmu
 
 CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
+CALIBRATION_TOKENS = 2**14
+"""Most tokens of a timed step, likewise: narrow layers take long for few FLOPs."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
 P_UNIFORM = 0.1  # of hybrid noise, whose cost does not depend on it
@@ -165,7 +167,7 @@ def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
     if table + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, forward_only_passes=0)
-    while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
+    while small.batch > 1 and (flops(few, small) > CALIBRATION_FLOPS or small.tokens > CALIBRATION_TOKENS):
         small = dataclasses.replace(small, batch=small.batch // 2)
     steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in blueprint.depths]
     shallow, deeper = median_times(steps, CALIBRATION_SECONDS, at_least=3)
