@@ -205,12 +205,21 @@ def test_importing_unmask_is_enough(saved, first):
     assert done.stdout == "UnmaskForMaskedDiffusion\n", done.stderr
 
 
-@pytest.mark.parametrize("order", ["unmask, transformers", "transformers, unmask"])
-def test_importing_unmask_is_enough_for_diffusion_gemma(order, tmp_path):
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import unmask, transformers",
+        "import transformers, unmask",
+        "import unmask; from transformers import DiffusionGemmaConfig",
+        "from transformers import DiffusionGemmaConfig; import unmask",
+    ],
+)
+def test_importing_unmask_is_enough_for_diffusion_gemma(first, tmp_path):
     """It is transformers' own, as with AutoModelForMultimodalLM, and is imported when it is needed."""
     save_published(tmp_path)
     code = [
-        f"import {order}, sys, torch",
+        first,
+        "import sys, torch, transformers",
         "from transformers import AutoConfig, AutoModelForCausalLM, pipeline",
         "print(any('modeling_diffusion_gemma' in name for name in sys.modules))",
         f"config = AutoConfig.from_pretrained({str(tmp_path)!r})",

@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DiffusionGemmaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -240,29 +239,6 @@ def _refusal(where: str | Path) -> ModelError:
     )
 
 
-class TextDiffusionGemma:
-    """What `AutoModelForCausalLM` makes of a DiffusionGemma, which transformers has for other Auto classes
-    only: its own class."""
-
-    config_class = DiffusionGemmaConfig
-
-    @classmethod
-    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        return cls._published().from_pretrained(*arguments, **options)
-
-    @classmethod
-    def _from_config(cls, *arguments: Any, **options: Any) -> Any:
-        return cls._published()._from_config(*arguments, **options)
-
-    @staticmethod
-    def _published() -> Any:
-        from transformers import DiffusionGemmaForBlockDiffusion  # modeling code, which takes long
-
-        return DiffusionGemmaForBlockDiffusion
-
-
-TextDiffusionGemma.__name__ = "DiffusionGemmaForBlockDiffusion"  # by which pipelines know a model
-AutoModelForCausalLM.register(DiffusionGemmaConfig, TextDiffusionGemma, exist_ok=True)
 for _auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
     _auto.register(UnmaskConfig, UnmaskForMaskedDiffusion)
 for _auto in OTHER_HEADS:
