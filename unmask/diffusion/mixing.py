@@ -29,6 +29,10 @@ from unmask.config.run import NoiseName
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels.log_softmax import at_least_float32
 
+P_UNIFORM = 0.1
+"""The usual greatest probability of a random token in hybrid noise: of the published models of GIDD, which have
+0, 0.1 and 0.2, the middle one."""
+
 
 class Masking(NamedTuple):
     """The masks of noise at some levels."""

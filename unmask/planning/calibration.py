@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from unmask.config.run import LoraSettings
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
-from unmask.diffusion.mixing import Mixing, RandomTokens
+from unmask.diffusion.mixing import P_UNIFORM, Mixing, RandomTokens
 from unmask.diffusion.schedules import Noise
 from unmask.diffusion.views import MaskRNG, Views, mixed_views
 from unmask.models.adapters import with_adapters
@@ -43,7 +43,6 @@ CALIBRATION_TOKENS = 2**14
 """Most tokens of a timed step, likewise: narrow layers take long for few FLOPs."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
-P_UNIFORM = 0.1  # of hybrid noise, whose cost does not depend on it
 MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
@@ -221,5 +220,6 @@ def build_model(
     model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
     if lm.noise != work.noise:
+        # the cost does not depend on the probability
         lm = lm.with_noise(work.noise, P_UNIFORM if work.noise == "hybrid" else None)
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm
