@@ -30,8 +30,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels.log_softmax import at_least_float32
 
 P_UNIFORM = 0.1
-"""The usual greatest probability of a random token in hybrid noise: of the published models of GIDD, which have
-0, 0.1 and 0.2, the middle one."""
+"""The usual one of hybrid noise: the middle one of the published models of GIDD, with 0, 0.1 and 0.2."""
 
 
 class Masking(NamedTuple):
