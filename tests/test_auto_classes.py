@@ -32,6 +32,7 @@ from transformers import (
 from transformers.pipelines import PipelineException
 
 import unmask
+from tests.diffusion_gemma import save_published
 from tests.errors import raises
 from tests.tiny import KINDS, llama_lm
 from tests.training.tiny_runs import make
@@ -202,6 +203,35 @@ def test_importing_unmask_is_enough(saved, first):
     code += f"print(type(A.from_pretrained({str(folder)!r})).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "UnmaskForMaskedDiffusion\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import unmask, transformers",
+        "import transformers, unmask",
+        "import unmask; from transformers import DiffusionGemmaConfig",
+        "from transformers import DiffusionGemmaConfig; import unmask",
+    ],
+)
+def test_importing_unmask_is_enough_for_diffusion_gemma(first, tmp_path):
+    """It is transformers' own, as with AutoModelForMultimodalLM, and is imported when it is needed."""
+    save_published(tmp_path)
+    code = [
+        first,
+        "import sys, torch, transformers",
+        "from transformers import AutoConfig, AutoModelForCausalLM, pipeline",
+        "print(any('modeling_diffusion_gemma' in name for name in sys.modules))",
+        f"config = AutoConfig.from_pretrained({str(tmp_path)!r})",
+        f"read = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})",
+        "for model in (read, AutoModelForCausalLM.from_config(config)):",
+        "    print(type(model) is transformers.DiffusionGemmaForBlockDiffusion)",
+        "print(read.generate(torch.tensor([[4, 5]]), max_new_tokens=8).sequences.shape)",
+        f"pipeline('text-generation', {str(tmp_path)!r})",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["False", "True", "True", "torch.Size([1, 10])"], done.stderr
+    assert "not supported" not in done.stderr
 
 
 def test_it_generates_as_unmask_does(saved):

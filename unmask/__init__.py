@@ -67,12 +67,13 @@ if not os.environ.get("UNMASK_DEBUG"):
 AUTO_CLASSES = {
     "transformers.models.auto.configuration_auto": "unmask.models.auto_config",
     "transformers.models.auto.modeling_auto": "unmask.auto_classes",
+    "transformers.models.diffusion_gemma.configuration_diffusion_gemma": "unmask.models.auto_diffusion_gemma",
 }
 """Modules of transformers, and those that register diffusion models with their Auto classes."""
 
 
 class _AutoClasses(MetaPathFinder):
-    """Registers diffusion models as soon as a program imports the Auto classes, not before."""
+    """Registers diffusion models as soon as a program imports these modules, not before."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in AUTO_CLASSES or name in self.found:

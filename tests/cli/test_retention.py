@@ -13,10 +13,13 @@ from lm_eval.tasks import manager
 
 from tests.cli.test_evaluate import KILLED, lasting, refused, unmask
 from tests.evaluation.harness.local_tasks import TASKS, write_task
+from tests.tiny import toy_lm
 from tests.training.tiny_runs import QUICK
+from unmask.cli.retention import has_exact_likelihoods
 from unmask.config.run import LOCK_FILE
 from unmask.data.characters import character_model
 from unmask.errors import DataError
+from unmask.evaluation.likelihood import default_estimator
 from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 from unmask.tasks import get_task
@@ -114,6 +117,22 @@ def test_samples_of_one_model_of_two_are_a_note(model, other, folder, tmp_path):
         for result in map(read_result, tmp_path.glob("out*.json"))
     }
     assert by_model["bidirectional"]["samples"] == 8 and "samples" not in by_model["causal"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "noise"),
+    [
+        (("causal", None, True), None),
+        (("causal", None, False), None),
+        (("bidirectional", None, False), None),
+        (("block_causal", 3, False), None),
+        (("block_causal", 5, True), None),
+        (("block_causal", 3, False), "uniform"),
+    ],
+)
+def test_which_likelihoods_are_exact_is_known_before_a_model_is_loaded(attention, noise):
+    lm = toy_lm(attention=attention).with_noise(noise)
+    assert has_exact_likelihoods(lm.settings, None) == (default_estimator(lm) == "exact")
 
 
 def test_samples_that_no_model_reads_are_an_error(folder):

@@ -40,6 +40,7 @@ def path(tmp_path):
 
 
 def measured(lm, path, rows=200, estimator=None, log=None, samples=8):
+    samples = None if lm.autoregressive else samples
     return Documents.read(lm, path, rows, estimator, samples, 5).measure(lm, log)
 
 
@@ -183,10 +184,12 @@ def test_the_column_with_the_texts_is_named(path, tmp_path):
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"content": text, "text": "4"}) + "\n" for text in TEXTS)
     )
-    named = Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "content").measure(CAUSAL)
+    named = Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, None, 5, "content").measure(
+        CAUSAL
+    )
     assert named.items == measured(CAUSAL, path).items
     with raises(DataError, where=f"{tmp_path}/rows.jsonl, row 0") as error:
-        Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "texts")
+        Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, None, 5, "texts")
     assert error.value.where.endswith("rows.jsonl, row 0")
 
 

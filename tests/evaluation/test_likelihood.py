@@ -191,8 +191,8 @@ def test_only_a_logit_shift_needs_a_prompt():
 @pytest.mark.parametrize(
     ("kind", "asked", "error", "where"),
     [
-        ("bidirectional", {"estimator": "guess"}, ConfigError, "log_likelihood"),
-        ("bidirectional", {"samples": 0}, ConfigError, "log_likelihood"),
+        ("bidirectional", {"estimator": "guess"}, ConfigError, "estimator"),
+        ("bidirectional", {"samples": 0}, ConfigError, "samples"),
         ("bidirectional", {"completions": ["a"]}, GenerationError, "log_likelihood"),
         ("bidirectional", {"completions": ["a", "b" * 31]}, GenerationError, "pair 1"),
         (
@@ -240,6 +240,14 @@ def test_the_default_is_exact_where_that_is_cheap():
     }
     assert {kind: default_estimator(any_toy(kind)) for kind in kinds} == kinds
     assert default_estimator(toy_lm(attention=("block_causal", 5, True))) == "elbo"
+
+
+@pytest.mark.parametrize("noise", ["uniform", "hybrid"])
+def test_no_likelihood_of_random_tokens_is_exact(noise):
+    lm = toy_lm("blocks of three").with_noise(noise, 0.1 if noise == "hybrid" else None)
+    assert default_estimator(lm) == "elbo"
+    with raises(ConfigError, where="estimator"):
+        log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
 
 
 @pytest.mark.parametrize("shift", [False, True])

@@ -8,18 +8,21 @@ from inspect import signature
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from tests.diffusion_gemma import CANVAS, exact, generated, loaded, save_published
 from tests.errors import raises
 from tests.training.tiny_runs import prepared
+from unmask.cli.run import check_together, training_arguments
+from unmask.config.run import RunConfig, StartConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
+from unmask.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion as DiffusionGemma
 from unmask.models.export import export
-from unmask.models.load import as_diffusion_lm, check_patterns, load
+from unmask.models.load import as_diffusion_lm, check_patterns, load, with_pattern
 
 PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor"}
 
@@ -121,7 +124,43 @@ def test_its_pattern_is_its_own(arguments, base):
 
 
 def test_a_run_with_its_own_pattern_is_checked_without_its_weights(base):
-    check_patterns(base[0], [None, "block_causal"], {})
+    check_patterns(base[0], None, {})
+    check_patterns(base[0], None, {"attention": "block_causal", "block_size": CANVAS})
+    with raises(ConfigError, where="block_size"):
+        check_patterns(base[0], None, {"block_size": 2 * CANVAS})
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
+def test_it_is_not_converted(attention, base):
+    with raises(ModelError, where=str(base[0])):
+        check_patterns(base[0], [attention], {})
+    with raises(ModelError, where="DiffusionGemmaForBlockDiffusion"):
+        with_pattern(load(base[0]), attention)
+
+
+@pytest.mark.parametrize(
+    "verb, settings, from_scratch",
+    [
+        ("convert", {}, False),
+        ("convert", {"attention": "block_causal", "block_size": CANVAS}, False),
+        ("pretrain", {}, False),
+        ("pretrain", {}, True),
+        ("pretrain", {"attention": "bidirectional"}, True),
+    ],
+)
+def test_a_run_that_would_convert_it_is_refused_before_its_weights_are_read(
+    verb, settings, from_scratch, base, tmp_path
+):
+    """Also where only its architecture is taken."""
+    model = StartConfig(path=str(base[0]), from_scratch=from_scratch)
+    config = RunConfig(model=model, output_dir=str(tmp_path), training={"use_cpu": True} | settings)
+    with raises(ModelError, where=str(base[0])):
+        check_together(config, training_arguments(verb, config))
+
+
+def test_pre_training_does_not_take_it_in_memory(base, tmp_path):
+    with raises(ModelError, where="model"):
+        prepared("pretrain", tmp_path, load(base[0]))
 
 
 def test_it_has_no_masks(base):
@@ -191,7 +230,7 @@ def test_loaded_from_a_name_in_memory(tmp_path):
 
 @torch.no_grad()
 def test_without_a_mask_the_class_computes_what_that_of_transformers_does(base):
-    model = AutoModelForCausalLM.from_pretrained(base[0])
+    model = DiffusionGemma.from_pretrained(base[0])
     ids_BT = torch.randint(4, 30, (1, 7))
     canvas_BK = torch.randint(4, 30, (1, CANVAS))
     # transformers before 5.24 names it past_key_values

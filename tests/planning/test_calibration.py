@@ -164,3 +164,23 @@ def test_a_few_layers_tell_the_time_of_all(
         assert predicted == pytest.approx(
             sum(median_times([Step(build_model(model, work), work)], 0, at_least=1)[0]), rel=0.1
         )
+
+
+def test_steps_of_a_narrow_model_are_timed_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tell the time of many."""
+    model, work = llama(64, 2, 64), Workload(batch=256, sequence_length=128)
+    timed: list[int] = []
+
+    def times(steps: list[Step], *_: Any, **__: Any) -> list[tuple[float, float]]:
+        timed.extend(step.work.tokens for step in steps)
+        return median_times(steps, 0, at_least=1)
+
+    predicted = []
+    with Touched() as clock:
+        monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.elements))
+        monkeypatch.setattr(calibration, "median_times", times)
+        for most in (calibration.CALIBRATION_TOKENS, work.tokens):
+            monkeypatch.setattr(calibration, "CALIBRATION_TOKENS", most)
+            predicted.append(calibrate(model, model.network(work), work))
+    assert timed == [work.tokens / 2] * 2 + [work.tokens] * 2
+    assert predicted[0] == pytest.approx(predicted[1], rel=0.02)

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 
+from tests.diffusion_gemma import loaded, published_model
 from tests.errors import raises
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, equal, make, ranks, weights
@@ -216,3 +217,12 @@ def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(t
     make("grpo", tmp_path, beta=0.1)
     with raises(ConfigError, where="sync_ref_model"):
         make("grpo", tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
+
+
+def test_a_reference_of_canvases_is_read_as_it_is(tmp_path):
+    lm = loaded(tmp_path / "canvases")
+    for other in (str(tmp_path / "canvases"), published_model()):
+        reference = Reference(lm, device=CPU, other=other)
+        assert reference.lm.pattern == lm.pattern and equal(weights(reference.lm), weights(lm))
+    with raises(ConfigError, where=f"ref_model {tmp_path}/canvases"):
+        Reference(llama_lm("block_causal", 4), device=CPU, other=str(tmp_path / "canvases"))

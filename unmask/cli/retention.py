@@ -123,8 +123,8 @@ def is_causal(pattern: Mapping[str, Any]) -> bool:
 
 def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: LikelihoodEstimator | None) -> bool:
     """Whether the likelihoods of a model of this pattern are no estimates."""
-    block = 1 if pattern["attention"] == "causal" else pattern["block_size"] or math.inf
-    return is_causal(pattern) or (block <= EXACT_BLOCK if estimator is None else estimator == "exact")
+    orders = pattern["noise"] == "masked" and (pattern["block_size"] or math.inf) <= EXACT_BLOCK
+    return is_causal(pattern) or (orders if estimator is None else estimator == "exact")
 
 
 def speed_rows(found: Retention) -> list[list[str]]:

@@ -234,7 +234,7 @@ def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = F
             subject = TrainedModel(attention, DTYPES[model.dtype], adapters, quantized, split)
             check_hardware_settings(args, subject, planned=planned)
         args.check_model(partial(read_pattern, config.model), config)
-        check_patterns(model.path, args.patterns() or [model.attention], model.load_arguments())
+        check_patterns(model.path, args.patterns(), model.load_arguments())
 
 
 @contextlib.contextmanager

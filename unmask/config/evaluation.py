@@ -74,8 +74,8 @@ class EvaluationConfig(Config):
     include_path: str | None = None
     """A folder with more task files of lm-eval."""
     estimator: Literal["elbo", "exact"] | None = None
-    """The estimator of likelihoods; unset: exact for a causal model and blocks of at most 4 tokens, else
-    elbo."""
+    """The estimator of likelihoods; unset: exact for a causal model and masked blocks of at most 4 tokens,
+    else elbo."""
     samples: int | None = Field(default=None, ge=1)
     """Noised views per likelihood of the elbo; unset: 32 for a document, 128 for a request of lm-eval."""
     against: str | None = None

@@ -17,7 +17,7 @@ from unmask.data.rows import Column
 from unmask.data.sources import load_examples
 from unmask.errors import DataError, prepending_place
 from unmask.evaluation.item_log import ItemLog, finished_items
-from unmask.evaluation.likelihood import LikelihoodEstimator, default_estimator, log_likelihoods
+from unmask.evaluation.likelihood import LikelihoodEstimator, chosen_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
@@ -53,7 +53,7 @@ class Documents:
         path: str,
         rows: int,
         estimator: LikelihoodEstimator | None,
-        samples: int,
+        samples: int | None,
         seed: int,
         text_column: str | None = None,
         split: str = "train",
@@ -62,14 +62,17 @@ class Documents:
 
         Args:
             estimator: None: that of `default_estimator`.
-            samples, seed: as of `log_likelihoods`.
+            samples, seed: as of `log_likelihoods`; None: 32.
             text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft`
                 reads.
             split: of a dataset.
 
         Raises:
+            ConfigError: as `chosen_estimator`.
             DataError: the file is missing or malformed, or no document has two tokens.
         """
+        estimator = chosen_estimator(lm, estimator, samples)
+        samples = 32 if samples is None else samples
         column = text_column or "text"
         loaded: Any = list(load_examples(path, split=split, text_column=column, max_rows=rows))
         reader, found = Reader(SUPERVISED), []
@@ -88,7 +91,6 @@ class Documents:
         documents = [(problem, parts) for problem, parts in found if parts]
         if not documents:
             raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-        estimator = estimator or default_estimator(lm)
         settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
         problems = [problem for problem, _ in documents]
         counts = {

@@ -84,6 +84,27 @@ def _half_width(differences: Sequence[float]) -> float:
     return math.sqrt(variance) * student_quantile(min(max(degrees, 1), len(differences))) if variance else 0.0
 
 
+def chosen_estimator(
+    lm: DiffusionLM, estimator: LikelihoodEstimator | None, samples: int | None = None
+) -> LikelihoodEstimator:
+    """The estimator that is asked for; None: that of `default_estimator`. `samples`: the number that is asked
+    for; None: none is. Raises ConfigError for an unknown estimator, one that the model does not have, and
+    samples that it does not read."""
+    if estimator not in ("elbo", "exact", None):
+        raise ConfigError(f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact")
+    if estimator == "exact" and lm.noise != "masked":
+        what = f"no exact likelihood is known with {lm.noise} noise"
+        raise ConfigError(what, where="estimator", remedy="Leave it out, or use elbo")
+    chosen = estimator or default_estimator(lm)
+    if samples is not None and lm.autoregressive:
+        what = "the likelihood of this model is exact"
+        raise ConfigError(what, where="samples", remedy="Leave it out")
+    if samples is not None and chosen == "exact":
+        what = "an exact likelihood is not estimated from samples"
+        raise ConfigError(what, where="samples", remedy="Leave it out, or set the estimator elbo")
+    return chosen
+
+
 def default_estimator(lm: DiffusionLM) -> LikelihoodEstimator:
     """exact for a causal model, and over the orders of masked blocks of at most 4 tokens; else elbo."""
     orders = lm.noise == "masked" and (lm.block_size or EXACT_BLOCK + 1) <= EXACT_BLOCK
@@ -134,19 +155,15 @@ def log_likelihoods(
         0 for an empty completion.
 
     Raises:
-        ConfigError: an unknown estimator, or fewer than one sample.
+        ConfigError: fewer than one sample, or an estimator as in `chosen_estimator`.
         GenerationError: the lists have different lengths, a pair exceeds the context, a model with a logit
             shift has an empty prompt, a token id is outside the vocabulary, or an exact likelihood would need
             groups of more than 12 tokens.
         DataError: a prompt or completion cannot be encoded.
     """
-    estimator = estimator or default_estimator(lm)
-    if estimator not in ("elbo", "exact") or samples < 1:
-        what, remedy = (
-            f"estimator {estimator!r} with {samples} samples",
-            "Use elbo or exact, and samples >= 1",
-        )
-        raise ConfigError(what, where="log_likelihood", remedy=remedy)
+    estimator = chosen_estimator(lm, estimator)
+    if samples < 1:
+        raise ConfigError(f"{samples} samples", where="samples", remedy="Use 1 or more")
     if len({len(prompts), len(completions), len(prompts if keys is None else keys)}) > 1:
         what = f"{len(prompts)} prompts and {len(completions)} completions" + (
             "" if keys is None else f" with {len(keys)} keys"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoModelForCausalLM,
     DiffusionGemmaConfig,
     GenerationConfig,
     PretrainedConfig,
@@ -196,6 +195,3 @@ def saved_sampler(config: GenerationConfig) -> dict[str, Any]:
     found = {name: getattr(config, name, None) for name in CANVAS_FIELDS}
     found["entropy_bound"] = getattr(getattr(config, "sampler_config", None), "entropy_bound", None)
     return {name: value for name, value in found.items() if value is not None}
-
-
-AutoModelForCausalLM.register(DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, exist_ok=True)

@@ -476,7 +476,8 @@ class DiffusionLM(ModuleMethods):
 
     def mean_embeddings(self, share_NV: Tensor) -> Tensor:
         """The mean embeddings [N, D] of tokens with these probabilities, in a canvas model."""
-        [model] = [each for each in self.model.modules() if isinstance(each, DiffusionGemmaForBlockDiffusion)]
+        modules = self.model.modules()  # the first ones, without all others: every step asks
+        model = next(each for each in modules if isinstance(each, DiffusionGemmaForBlockDiffusion))
         return model.mean_embeddings(share_NV)
 
     def noised_inputs(

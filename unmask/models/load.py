@@ -283,14 +283,19 @@ def load(
 
 
 def check_patterns(
-    path_or_id: str | Path, patterns: Sequence[AttentionName | None], arguments: Mapping[str, Any]
+    path_or_id: str | Path, patterns: Sequence[AttentionName] | None, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise ModelError for a model that cannot be used, or not with these attention patterns (None: its own).
-    Its weights are not read. `arguments`: of `load`."""
+    """Raise ModelError for a model that cannot be used, or not be converted to these attention patterns
+    (None: it is read as `arguments` of `load` say). Its weights are not read."""
     how = {name: value for name, value in arguments.items() if name in DOWNLOADING}
     folder = fetched(path_or_id, weights=False, **how)
     config, _ = read_config(folder, trust_remote_code=bool(arguments.get("trust_remote_code")))
-    refuse_unsupported(config, [pattern_settings(config, each, None, None)["attention"] for each in patterns])
+    if patterns is None:
+        names = ("attention", "block_size", "logit_shift")
+        patterns = [pattern_settings(config, *map(arguments.get, names))["attention"]]
+    else:
+        _refuse_conversion(config, str(path_or_id))
+    refuse_unsupported(config, patterns)
 
 
 def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionName]) -> None:
@@ -305,6 +310,14 @@ def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionNam
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     for attention in patterns:
         check_architecture(model, attention)
+
+
+def _refuse_conversion(config: PretrainedConfig, where: str) -> None:
+    """Raise ModelError for DiffusionGemma."""
+    if canvas_pattern(config):
+        what = "its canvases are a pattern of its own"
+        remedy = "Fine-tune it (`unmask sft`), or take another model"
+        raise ModelError(what, where=where, remedy=remedy)
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:
@@ -711,11 +724,8 @@ def with_pattern(
             base, attention, block_size, logit_shift, causal_context=causal_context, **others
         )
         return of_adapted(changed, lm.model)
+    _refuse_conversion(lm.model.config, type(lm.model).__name__)
     check_recurrent(lm.model, attention)
-    if lm.canvas:
-        what = "its canvases are a pattern of its own"
-        remedy = "Fine-tune it (`unmask sft`), or convert another model"
-        raise ModelError(what, where=type(lm.model).__name__, remedy=remedy)
     lm.model.get_input_embeddings().padding_idx = lm.padding_idx  # also of a table that PEFT has wrapped
     kept = {name: lm.settings[name] for name in STOCK_SETTINGS if name != "padding_idx"}
     kept |= NO_NOISE if attention == "causal" else {}

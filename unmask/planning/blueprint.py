@@ -47,6 +47,7 @@ from unmask.models.diffusion_gemma import (
     TOWERS,
     DiffusionGemmaForBlockDiffusion,
     canvas_pattern,
+    prepare,
 )
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import (
@@ -347,7 +348,10 @@ def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -
     """Build the architecture of a config; inside a FakeTensorMode it takes no memory. Raises ModelError
     unless it is a causal model."""
     with reading("cannot build the model", config.model_type, "Give a causal language model"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
+    if canvas_pattern(config):
+        prepare(model)
+    return model
 
 
 def is_tied(model: Any) -> bool:

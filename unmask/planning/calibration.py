@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from unmask.config.run import LoraSettings
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
-from unmask.diffusion.mixing import Mixing, RandomTokens
+from unmask.diffusion.mixing import P_UNIFORM, Mixing, RandomTokens
 from unmask.diffusion.schedules import Noise
 from unmask.diffusion.views import MaskRNG, Views, mixed_views
 from unmask.models.adapters import with_adapters
@@ -39,9 +39,10 @@ from unmask.planning.cost_model import Network, Workload, attention_flops, matmu
 
 CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
+CALIBRATION_TOKENS = 2**14
+"""Most tokens of a timed step, likewise: narrow layers take long for few FLOPs."""
 CALIBRATION_PARAMETERS = 6e7
 """Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
-P_UNIFORM = 0.1  # of hybrid noise, whose cost does not depend on it
 MEASURED_SECONDS = 3.0
 CALIBRATION_SECONDS = 1.0
 """Time for each of the two models after a warm-up; at least three steps."""
@@ -165,7 +166,7 @@ def calibrate(blueprint: ModelSpec, network: Network, work: Workload) -> float:
     if table + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, forward_only_passes=0)
-    while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
+    while small.batch > 1 and (flops(few, small) > CALIBRATION_FLOPS or small.tokens > CALIBRATION_TOKENS):
         small = dataclasses.replace(small, batch=small.batch // 2)
     steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in blueprint.depths]
     shallow, deeper = median_times(steps, CALIBRATION_SECONDS, at_least=3)
@@ -219,5 +220,6 @@ def build_model(
     model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
     if lm.noise != work.noise:
+        # the cost does not depend on the probability
         lm = lm.with_noise(work.noise, P_UNIFORM if work.noise == "hybrid" else None)
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

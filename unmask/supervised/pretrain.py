@@ -47,6 +47,9 @@ class PretrainConfig(NoisingConfig, TextConfig):
     def unread(self) -> set[str]:
         return super().unread() | ({*NOISING_FIELDS} if self.attention == "causal" else set())
 
+    def patterns(self) -> list[AttentionName]:
+        return [self.attention]
+
     def trained_pattern(self, run: RunConfig) -> AttentionName:
         return self.attention
 
@@ -79,7 +82,7 @@ class PretrainTrainer(DiffusionTrainer):
             raise ModelError(
                 f"pre-training needs a causal model, not {lm}",
                 where="model",
-                remedy="Use ConvertTrainer or SFTTrainer",
+                remedy="Use SFTTrainer" if lm.canvas else "Use ConvertTrainer or SFTTrainer",
             )
         return corpus_rows(lm, args, dataset, where)
 

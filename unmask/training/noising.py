@@ -10,7 +10,7 @@ from typing import get_args
 from torch import Tensor
 
 from unmask.config.run import NoiseName, RunConfig
-from unmask.diffusion.mixing import Mixing, RandomTokens
+from unmask.diffusion.mixing import P_UNIFORM, Mixing, RandomTokens
 from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
 from unmask.diffusion.views import (
     MaskRNG,
@@ -34,8 +34,6 @@ TIME_FIELDS = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
 NOISING_FIELDS = {"noise", "p_uniform", *TIME_FIELDS, "exact_count", "cart_p"}
 """Settings of noise, which causal models have not."""
-P_UNIFORM = 0.1
-"""The middle one of the published models of GIDD, which have 0, 0.1 and 0.2."""
 
 
 @dataclass

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import PretrainedConfig, TrainerCallback
 
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.auto_config import SETTINGS_KEY
+from unmask.models.diffusion_gemma import canvas_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_files import read_config
@@ -112,6 +113,11 @@ def make_reference(
     return Reference(lm, device=accelerator.device, copy=copy, other=other)
 
 
+def _has_settings(config: PretrainedConfig) -> bool:
+    """Whether a model has an attention pattern of its own."""
+    return getattr(config, SETTINGS_KEY, None) is not None or bool(canvas_pattern(config))
+
+
 def beside(lm: DiffusionLM, given: Any) -> DiffusionLM:
     """Another model: in memory, or a path, which is loaded in the policy's dtype. A model without saved
     settings gets the policy's attention pattern. Raises ConfigError if its tokens or saved settings differ
@@ -119,12 +125,12 @@ def beside(lm: DiffusionLM, given: Any) -> DiffusionLM:
     pattern: dict[str, Any] = {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     if isinstance(given, str | Path):
         where, (config, _) = f"ref_model {given}", read_config(fetched(given, weights=False))
-        has_settings = getattr(config, SETTINGS_KEY, None) is not None
+        has_settings = _has_settings(config)
         dtype = str(lm.model.dtype).removeprefix("torch.")
         other = load(given, dtype=dtype, **({} if has_settings else pattern))
     else:
         where, other = "ref_model", as_diffusion_lm(given, lm.tokenizer, saved=False)
-        has_settings = isinstance(given, DiffusionLM) or getattr(given.config, SETTINGS_KEY, None) is not None
+        has_settings = isinstance(given, DiffusionLM) or _has_settings(given.config)
         other = other if has_settings else with_pattern(other, **pattern)
     tokens, own_tokens = (
         (each.vocab_size, each.mask_token_id, each.tokenizer.get_vocab()) for each in (other, lm)

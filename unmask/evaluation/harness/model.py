@@ -30,8 +30,8 @@ from unmask.errors import ConfigError, DataError, GenerationError, did_you_mean
 from unmask.evaluation.harness.answers import AnswerText, LogLikelihood
 from unmask.evaluation.likelihood import (
     LikelihoodEstimator,
+    chosen_estimator,
     common_length,
-    default_estimator,
     is_greedy,
     log_likelihoods,
 )
@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
     Args:
         pretrained: a DiffusionLM, or the path or name of one to load.
         samples: noised views per likelihood at most (elbo); None: 128, or those of the protocol.
-        estimator: elbo or exact; None: exact for causal models and blocks of at most 4 tokens, else elbo.
+        estimator: elbo or exact; None: as of `default_estimator`.
         seed: of masks and samples.
         batch_size: sequences generated at once, or "auto"; likelihoods are computed one by one.
         max_batch_size: of "auto".
@@ -163,11 +163,7 @@ class HarnessLM(TemplateLM):
         self.authors, self._asked_samples = protocol, samples is not None
         if protocol is not None:
             protocol_tasks(protocol.partition("/")[0])
-        self.estimator: LikelihoodEstimator = estimator or default_estimator(self.lm)
-        if self.estimator not in ("elbo", "exact"):
-            raise ConfigError(
-                f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact"
-            )
+        self.estimator: LikelihoodEstimator = chosen_estimator(self.lm, estimator)
         self.sampler = SamplerConfig(**sampler, seed=self.seed)
         self._max_length = None if max_length is None else _whole(max_length, "max_length")
         self._state, self._device = state, self.lm.device

@@ -20,7 +20,7 @@ from unmask.console import Phase
 from unmask.errors import ConfigError, DataError, UnmaskError, did_you_mean, first_line
 from unmask.evaluation.harness.model import HarnessLM
 from unmask.evaluation.harness.scores import group_scores, task_scores
-from unmask.evaluation.likelihood import LikelihoodEstimator
+from unmask.evaluation.likelihood import LikelihoodEstimator, chosen_estimator
 from unmask.evaluation.result_file import TaskScores
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -198,8 +198,6 @@ def _refuse_unread(
     ):
         if unread and not readers:
             raise ConfigError(what, where=unread[0], remedy=f"Leave it out for {', '.join(others)}")
-    if samples is not None and not model.bounds:
-        remedy = "Leave it out, or set the estimator elbo"
-        raise ConfigError("the likelihood of this model is exact", where="samples", remedy=remedy)
+    chosen_estimator(model.lm, model.estimator, samples)
     for name in measures:
         model.samples_of(name)
