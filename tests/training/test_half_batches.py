@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.diffusion_gemma import save_published
 from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import make, ranks, weights
+from unmask.models.load import load
 from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
@@ -71,3 +73,21 @@ def test_a_memory_that_is_full_again_is_an_error(tmp_path, monkeypatch):
     filled(monkeypatch, fails_at=set(), largest=1)
     with pytest.raises(torch.OutOfMemoryError):
         make("sft", tmp_path, **RUN).train()
+
+
+@pytest.mark.parametrize("method", ["cj-grpo", "agrpo"])
+def test_halves_of_canvases_are_conditioned_as_the_whole(method, tmp_path, monkeypatch):
+    save_published(tmp_path / "base", canvas=2)
+    more = {"generation_kwargs": {"max_denoising_steps": 4, "entropy_bound": 2.0}, "reward": ranks}
+    trained = []
+    for number, fails_at in enumerate(({}, {3})):
+        lm = load(tmp_path / "base", dtype="float64")
+        run = make("grpo", tmp_path / str(number), lm, method=method, epsilon=None, **RUN, **more)
+        if fails_at:
+            filled(monkeypatch, fails_at=fails_at)
+            with pytest.warns(RuntimeWarning, match=SAID):
+                run.train()
+        else:
+            run.train()
+        trained.append(weights(lm))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-6)

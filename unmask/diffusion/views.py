@@ -45,7 +45,7 @@ class CanvasSteps(NamedTuple):
     temperature_BS: Tensor  # of their distributions; float64
     count_BT: Tensor  # the number of steps of the canvas of each position
 
-    def select(self, rows: slice) -> CanvasSteps:
+    def select(self, rows: Tensor | slice) -> CanvasSteps:
         """The steps of some rows."""
         return CanvasSteps(*(part[rows] for part in self))
 
@@ -112,11 +112,11 @@ class Views:
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences, all marked as noised (`causal` is False)."""
-        return self.of_planes(lambda plane_BMT: plane_BMT[rows, views])
+        steps = self.canvas_steps and self.canvas_steps.select(rows)
+        return replace(self.of_planes(lambda plane_BMT: plane_BMT[rows, views]), canvas_steps=steps)
 
     def of_planes(self, change: Callable[[Tensor], Tensor]) -> Views:
-        """These views with each of their tensors changed in the same way, all marked as noised, and without
-        the steps of canvases."""
+        """These views with each of their tensors [B, M, T] changed in the same way, all marked as noised."""
         other = None if self.replaced is None else type(self.replaced)(*map(change, self.replaced))
         return Views(
             change(self.hidden_BMT),
@@ -124,6 +124,7 @@ class Views:
             change(self.weight_BMT),
             replaced=other,
             divergence=self.divergence,
+            canvas_steps=self.canvas_steps,
         )
 
     def with_causal(self, target_BT: Tensor, weight: float) -> Views:

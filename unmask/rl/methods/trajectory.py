@@ -125,7 +125,7 @@ def sampled_steps(rollout: Rollout, draw: MaskRNG, samples: int) -> Views:
     num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
     weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
     some = views.of_planes(lambda plane_BMT: plane_BMT.gather(1, chosen_BMT))
-    return replace(some, weight_BMT=some.target_BMT * weight_B11, canvas_steps=views.canvas_steps)
+    return replace(some, weight_BMT=some.target_BMT * weight_B11)
 
 
 @dataclass(frozen=True, kw_only=True)
