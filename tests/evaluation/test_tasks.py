@@ -208,7 +208,7 @@ def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, w
 
 def test_attempts_on_canvases_of_random_tokens_differ():
     lm = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0, attention="bidirectional")
-    sampler = SamplerConfig(t_max=3.0, max_denoising_steps=2)
+    sampler = SamplerConfig(max_denoising_steps=2)
     items = evaluate_task(lm.with_noise("uniform"), TASK, ROWS, sampler, attempts=3).items
     assert any(len({*item.completions}) > 1 for item in items)
 

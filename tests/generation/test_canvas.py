@@ -259,10 +259,12 @@ def test_what_reads_masks_is_refused(tmp_path):
 
 def test_the_temperature_of_a_stock_model_is_no_setting_of_a_canvas():
     lm, given = canvas_lm(), torch.tensor([[4, 5, 6]])
-    penalized = generate_ids(lm, given, max_new_tokens=8, repetition_penalty=9.0)
+    penalized = generate_ids(lm, given, max_new_tokens=8, repetition_penalty=9.0, seed=1)
     lm.model.generation_config.update(do_sample=True, temperature=0.7, repetition_penalty=9.0)
-    assert generate_ids(lm, given, max_new_tokens=8, do_sample=False).equal(penalized)
+    assert generate_ids(lm, given, max_new_tokens=8, seed=1).equal(penalized)
     assert generate_ids(lm, given, max_new_tokens=8, do_sample=True).shape[1] > 3
+    with raises(ConfigError, where="do_sample"):
+        generate_ids(lm, given, max_new_tokens=8, do_sample=False)
     with raises(GenerationError, where="temperature"):
         generate_ids(lm, given, max_new_tokens=8, temperature=0.7)
 

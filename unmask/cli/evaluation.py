@@ -93,6 +93,7 @@ class EvaluationPart(NamedTuple):
             authors = {"authors": self.protocol.record(lm, given)}
             part = self._replace(rows=rows, sampler=self.protocol.sampler(lm, given), authors=authors)
         check_evaluation(lm, part.task, part.rows, part.sampler)
+        check_attempts(self.evaluation.attempts, self.evaluation.ks, part.sampler, lm)
         return part
 
 
@@ -356,8 +357,7 @@ def _problems(
     evaluation: EvaluationConfig, task: Task, source: str | None, sampler: SamplerConfig
 ) -> list[Row]:
     check_metrics(evaluation.metric or [], task, has_judge=evaluation.judge is not None)
-    if evaluation.protocol is None:  # else its temperature counts
-        check_attempts(evaluation.attempts, evaluation.ks, sampler)
+    check_attempts(evaluation.attempts, evaluation.ks, sampler)
     problems = read_problems(
         task,
         source,

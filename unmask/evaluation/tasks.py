@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
 
-from unmask.config.sampler import CANVAS_FIELDS, SamplerConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase
 from unmask.data.decoding import text_after, token_texts
@@ -176,17 +176,18 @@ def _verify(task: Task, completions: Sequence[str], rows: RowSequence) -> list[V
         return task.verify_all(completions, rows)
 
 
-def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig) -> None:
-    """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same."""
+def check_attempts(
+    attempts: int, pass_at: Sequence[int], sampler: SamplerConfig, lm: DiffusionLM | None = None
+) -> None:
+    """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same,
+    which depends on the model's noise."""
     for k in pass_at:
         if not 1 <= k <= attempts:
             remedy = "Give at least as many attempts as the largest k"
             raise ConfigError(f"{k} of {attempts} attempts", where="pass_at", remedy=remedy)
-    drawn = sampler.temperature > 0 or any(getattr(sampler, name) is not None for name in CANVAS_FIELDS)
-    if attempts > 1 and not drawn:
+    if attempts > 1 and sampler.temperature == 0 and lm is not None and lm.noise != "uniform":
         what = f"{attempts} attempts at temperature 0 are all the same"
-        remedy = "Set a temperature (t_max for a model of uniform noise)"
-        raise ConfigError(what, where="attempts", remedy=remedy)
+        raise ConfigError(what, where="attempts", remedy="Set a temperature")
 
 
 def evaluate_task(
@@ -227,7 +228,7 @@ def evaluate_task(
     """
     sampler = sampler_for(task, rows, sampler)
     check_metrics(metrics, task, has_judge=judge is not None)
-    check_attempts(attempts, pass_at, sampler)
+    check_attempts(attempts, pass_at, sampler, lm)
     problems = {problem.id: problem for problem in _problems(lm, rows)}
 
     def answer(ids: Sequence[str]) -> list[Item]:

@@ -80,13 +80,11 @@ def generate_ids(
     _refuse_unread(given)
     saved = _as_fields(lm.model.generation_config)
     asked = {name: saved.get(name) for name in READ} | given
-    if lm.canvas:  # of which every step draws
+    if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
         if given.get("do_sample") is False:
             what = "every step of a canvas draws its tokens"
             raise ConfigError(what, where="do_sample", remedy="Leave it out, or lower t_min and t_max")
-        asked["do_sample"] = True
-    if lm.noise == "uniform":  # every step of a canvas draws, at temperatures of its own
-        asked["temperature"] = given.get("temperature")
+        asked |= {"do_sample": True, "temperature": given.get("temperature")}
     own = {name: value for name, value in given.items() if name in SamplerConfig.model_fields.keys() - READ}
     if "eos_token_id" in given:
         ends = [*as_ids(given["eos_token_id"])]
