@@ -67,7 +67,6 @@ if not os.environ.get("UNMASK_DEBUG"):
 AUTO_CLASSES = {
     "transformers.models.auto.configuration_auto": "unmask.models.auto_config",
     "transformers.models.auto.modeling_auto": "unmask.auto_classes",
-    "transformers.models.diffusion_gemma.configuration_diffusion_gemma": "unmask.models.auto_diffusion_gemma",
 }
 """Modules of transformers, and those that register diffusion models with their Auto classes."""
 

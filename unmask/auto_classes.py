@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import MaskedLMOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from unmask.errors import ConfigError, ModelError, UnmaskWarning
 from unmask.models.auto_config import UnmaskConfig
@@ -239,6 +240,8 @@ def _refusal(where: str | Path) -> ModelError:
     )
 
 
+# which transformers has for other Auto classes only
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("diffusion_gemma", "DiffusionGemmaForBlockDiffusion")
 for _auto in (AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM):
     _auto.register(UnmaskConfig, UnmaskForMaskedDiffusion)
 for _auto in OTHER_HEADS:

@@ -21,7 +21,7 @@ from tests.helpers import examples
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
-from unmask.errors import GenerationError, ModelError
+from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.generation import naive, sampler
 from unmask.generation.canvas import OF_MASKS, CanvasSettings, random_tokens
 from unmask.generation.frames import watch
