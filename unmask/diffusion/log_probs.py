@@ -201,8 +201,8 @@ class ViewPasses:
             if step > 0:
                 inputs = replace(inputs, soft_BKD=self._predictions(rows, step - 1))
             at = hidden_B1T[:, 0].nonzero(as_tuple=True)
-            heat_N = canvases.temperature_BS[at[0], step]
-            soft_ND = self.lm.mean_embeddings(tempered(self.lm.forward(inputs), heat_N).softmax(-1))
+            temperature_N = canvases.temperature_BS[at[0], step]
+            soft_ND = self.lm.mean_embeddings(tempered(self.lm.forward(inputs), temperature_N).softmax(-1))
             soft_BTD = soft_ND.new_zeros(*ids_BT.shape, soft_ND.shape[1])
             soft_BTD[at] = soft_ND
             self._predicted[key] = soft_BTD

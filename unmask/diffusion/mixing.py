@@ -30,7 +30,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels.log_softmax import at_least_float32
 
 P_UNIFORM = 0.1
-"""The usual one of hybrid noise: the middle one of the published models of GIDD, with 0, 0.1 and 0.2."""
+"""The default probability of random tokens in hybrid noise; GIDD published models with 0, 0.1 and 0.2."""
 
 
 class Masking(NamedTuple):

@@ -199,8 +199,8 @@ def _proposed(
     given_NV = own_NV if texts is None else texts.logits_NV
     weight_NV = weights(given_NV, given_NV.amax(-1, keepdim=True))
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p, config.min_p)
-    share_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
-    entropy_N = torch.special.entr(share_NV).sum(-1).double()
+    prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
+    entropy_N = torch.special.entr(prob_NV).sum(-1).double()
     if texts is None:
         token_N, drawn_N = best(own_NV), draw(weight_NV, uniform_N)
     else:
@@ -208,13 +208,13 @@ def _proposed(
         entropy_N = (entropy_N / GRAIN).round() * GRAIN
     normalizer_N = normalizer(logits_NV)
     at_token = (logits_NV.gather(1, token_N[:, None]).squeeze(1) - normalizer_N).double()
-    sampled_N = share_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
+    sampled_N = prob_NV.gather(1, token_N[:, None]).squeeze(1).log() if config.trace else None
     top = most_probable(logits_NV, normalizer_N[:, None]) if config.top_log_probs else (None, None)
     decision = Decision(token_N, at_token, -entropy_N.float(), sampled_N, entropy_N, *top)
     drawn_log_prob_N = None
     if config.trace:
-        drawn_log_prob_N = share_NV.gather(1, drawn_N[:, None]).squeeze(1).log().double()
-    soft_ND = lm.mean_embeddings(share_NV) if lm.canvas else None
+        drawn_log_prob_N = prob_NV.gather(1, drawn_N[:, None]).squeeze(1).log().double()
+    soft_ND = lm.mean_embeddings(prob_NV) if lm.canvas else None
     return (*decision, drawn_N, entropy_N, drawn_log_prob_N, soft_ND)
 
 

@@ -249,7 +249,7 @@ def of_adapted(lm: DiffusionLM, model: Any) -> DiffusionLM:
         config.task_type = None if lm.canvas else config.task_type or "CAUSAL_LM"
     if lm.canvas:
         model._get_base_model_class = _published_class
-        model.merge_and_unload = model.merge_adapter = refuse_merge
+        model.merge_and_unload = model.merge_adapter = _refuse_merge
     adapted = lm.bind(model)
     head = adapted.model.get_output_embeddings()
     if not isinstance(head, ModulesToSaveWrapper):
@@ -271,8 +271,14 @@ def _published_class(**_: Any) -> type:
     return Published
 
 
-def refuse_merge(*_: Any, where: str = "adapters", **__: Any) -> Never:
-    """Raise ModelError for adapters of DiffusionGemma, as in place of PEFT's methods that merge them."""
+def check_mergeable(lm: DiffusionLM, where: str = "adapters") -> None:
+    """Raise ModelError for a DiffusionGemma, whose adapters cannot be merged."""
+    if lm.canvas:
+        _refuse_merge(where=where)
+
+
+def _refuse_merge(*_: Any, where: str = "adapters", **__: Any) -> Never:
+    """Also replaces PEFT's methods that merge adapters."""
     raise ModelError(
         "the encoder and the decoder share the weights under their adapters, and merging would add the "
         "changes of both to one tensor",
@@ -363,8 +369,7 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
     adapters change both alike. Raises ModelError for DiffusionGemma, whose adapters stay apart."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    if lm.canvas:
-        refuse_merge()
+    check_mergeable(lm)
     model = lm.frozen_copy().model
     config, tied = model.active_peft_config, _untie(model)
     if quantized(lm):

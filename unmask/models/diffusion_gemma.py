@@ -70,7 +70,7 @@ class DiffusionGemmaForBlockDiffusion(Published):
         """
         if unmask_mask is None:
             return super().forward(input_ids, position_ids=position_ids, **published)
-        # named so in a signature with neither name, by whatever version of transformers
+        # so `DiffusionLM.run_model` names it where, as here, the signature has neither name
         cache: Cache | None = published.get("past_key_values")
         assert input_ids is not None and position_ids is not None
         columns = range(input_ids.shape[1])
@@ -119,8 +119,8 @@ class DiffusionGemmaForBlockDiffusion(Published):
         def of_row(hidden_1KD: Tensor) -> Tensor:
             with torch.no_grad():
                 # without the hooks of the head, which select rows of the present pass
-                share_KV = self._capped(self.lm_head.forward(hidden_1KD[0])).softmax(-1)
-            return self.mean_embeddings(share_KV)
+                prob_KV = self._capped(self.lm_head.forward(hidden_1KD[0])).softmax(-1)
+            return self.mean_embeddings(prob_KV)
 
         rows = [
             checkpoint(of_row, hidden_1KD, use_reentrant=False, preserve_rng_state=False)
@@ -159,10 +159,10 @@ class DiffusionGemmaForBlockDiffusion(Published):
             hidden_BTD = read(hidden_BTD)
         return stack.norm(hidden_BTD)
 
-    def mean_embeddings(self, share_NV: Tensor) -> Tensor:
+    def mean_embeddings(self, prob_NV: Tensor) -> Tensor:
         """The mean embeddings [N, D] of tokens with these probabilities."""
         table = self.model.decoder.embed_tokens
-        return share_NV.to(table.weight.dtype) @ table.weight * table.embed_scale.to(table.weight.dtype)
+        return prob_NV.to(table.weight.dtype) @ table.weight * table.embed_scale.to(table.weight.dtype)
 
 
 def canvas_pattern(config: PretrainedConfig) -> dict[str, Any]:

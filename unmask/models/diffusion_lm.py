@@ -474,11 +474,21 @@ class DiffusionLM(ModuleMethods):
             logits if inputs.canvas is None or rows_BT is not None else logits.view(*input_ids_BT.shape, -1)
         )
 
-    def mean_embeddings(self, share_NV: Tensor) -> Tensor:
+    def conditioned(self, inputs: ForwardInputs, is_on_B: Tensor) -> ForwardInputs:
+        """The inputs of a canvas model, conditioned in some rows [B] on what a pass without gradient predicts
+        for its canvases, the first columns."""
+        ids_BT, canvas = inputs.ids_BT, inputs.canvas
+        assert canvas is not None and canvas.start == 0
+        at_BK = torch.arange(ids_BT.numel(), device=ids_BT.device).view_as(ids_BT)[:, : canvas.stop]
+        with torch.no_grad():
+            hidden_ND = self.hidden_states(replace(inputs, index_N=at_BK.flatten()))
+        return replace(inputs, earlier=(hidden_ND.view(*at_BK.shape, -1), is_on_B))
+
+    def mean_embeddings(self, prob_NV: Tensor) -> Tensor:
         """The mean embeddings [N, D] of tokens with these probabilities, in a canvas model."""
-        modules = self.model.modules()  # the first ones, without all others: every step asks
+        modules = self.model.modules()  # read up to the wrapped model: every denoising step asks
         model = next(each for each in modules if isinstance(each, DiffusionGemmaForBlockDiffusion))
-        return model.mean_embeddings(share_NV)
+        return model.mean_embeddings(prob_NV)
 
     def noised_inputs(
         self,

@@ -313,7 +313,7 @@ def refuse_unsupported(config: PretrainedConfig, patterns: Sequence[AttentionNam
 
 
 def _refuse_conversion(config: PretrainedConfig, where: str) -> None:
-    """Raise ModelError for DiffusionGemma."""
+    """Raise ModelError for DiffusionGemma, whose pattern cannot be changed."""
     if canvas_pattern(config):
         what = "its canvases are a pattern of its own"
         remedy = "Fine-tune it (`unmask sft`), or take another model"
@@ -321,7 +321,7 @@ def _refuse_conversion(config: PretrainedConfig, where: str) -> None:
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:
-    """Raise ModelError for DiffusionGemma."""
+    """Raise ModelError for DiffusionGemma, most of whose weights cannot be."""
     if canvas_pattern(config):
         raise ModelError(
             "bitsandbytes quantizes neither stacked experts nor weights that encoder and decoder share, "

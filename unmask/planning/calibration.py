@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,14 +104,8 @@ class Step:
         ids_BT = torch.cat([self.ids_BT[:, :1].expand(-1, work.canvas), self.ids_BT], 1)
         index_N = torch.arange(ids_BT.numel(), device=lm.device)
         inputs = ForwardInputs(ids_BT, layout, mask, index_N, canvas=range(work.canvas))
-        of_canvases_N = index_N.view(ids_BT.shape)[:, : work.canvas].flatten()
-        with torch.no_grad():
-            hidden_ND = lm.hidden_states(replace(inputs, index_N=of_canvases_N))
-            head, soft = lm.model.get_output_embeddings(), list[Tensor]()
-            for hidden_KD in hidden_ND.split(work.canvas):  # row by row
-                soft.append(lm.mean_embeddings(head.forward(hidden_KD).float().softmax(-1)))
-            soft_BKD = torch.stack(soft)
-        return -lm.log_probs(replace(inputs, soft_BKD=soft_BKD), ids_BT.flatten()).mean()
+        inputs = lm.conditioned(inputs, torch.ones(len(ids_BT), dtype=torch.bool, device=lm.device))
+        return -lm.log_probs(inputs, ids_BT.flatten()).mean()
 
     def __call__(self) -> tuple[float, float]:
         """Run a step. Returns the seconds of the forward and backward pass, and those of the update."""

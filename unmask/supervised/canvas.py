@@ -154,7 +154,8 @@ class CanvasObjective(Objective):
         seen_BMK, time_BM = self.noised(lm, batch, canvases, draw)
         inputs = canvas_inputs(lm, batch, canvases, seen_BMK)
         if self.args.self_conditioning_p > 0:
-            inputs = self._conditioned(lm, inputs, draw)
+            is_on_B = draw.per_sequence(1, RngStream.CONDITION)[:, 0] < self.args.self_conditioning_p
+            inputs = lm.conditioned(inputs, is_on_B)
         is_canvas_BW = with_clean(canvases.target_BMK, torch.zeros_like(causal_BT))
         chosen_N = flat_indices(is_canvas_BW | with_clean(torch.zeros_like(canvases.target_BMK), causal_BT))
         is_canvas_N = is_canvas_BW.take(chosen_N)
@@ -197,17 +198,6 @@ class CanvasObjective(Objective):
         replaced_BMK = numbers(RngStream.MASK) < time_BM[..., None]
         random_BMK = RandomTokens.of(lm).drawn(numbers(RngStream.NOISE))
         return torch.where(replaced_BMK, random_BMK, canvases.token_BMK), time_BM
-
-    def _conditioned(self, lm: DiffusionLM, inputs: ForwardInputs, draw: MaskRNG) -> ForwardInputs:
-        """The inputs, conditioned in some rows on what a pass without gradients predicts."""
-        assert inputs.canvas is not None
-        rows, width = inputs.ids_BT.shape
-        row_B1 = torch.arange(rows, device=inputs.ids_BT.device)[:, None] * width
-        index_N = (row_B1 + torch.arange(len(inputs.canvas), device=row_B1.device)).flatten()
-        with torch.no_grad():
-            hidden_ND = lm.hidden_states(replace(inputs, index_N=index_N))
-        is_on_B = draw.per_sequence(1, RngStream.CONDITION)[:, 0] < self.args.self_conditioning_p
-        return replace(inputs, earlier=(hidden_ND.view(rows, len(inputs.canvas), -1), is_on_B))
 
 
 def next_tokens(batch: dict[str, Any]) -> Tensor:

@@ -47,10 +47,10 @@ from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, UnmaskWarning
 from unmask.models.adapters import (
+    check_mergeable,
     has_adapters,
     merged,
     refuse_frozen,
-    refuse_merge,
     with_adapters,
     without_tables,
 )
@@ -208,8 +208,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         eval_rows = map_held_out(eval_dataset, partial(self._checked_rows, lm, args))
         check_rows(args, train_rows, eval_rows)
         refuse_unsupported(lm, args, adapters=adapters)
-        if adapters and lm.canvas and args.hub_merge_adapters:
-            refuse_merge(where="hub_merge_adapters")
+        if adapters and args.hub_merge_adapters:
+            check_mergeable(lm, "hub_merge_adapters")
         set_seed(args.seed)  # new adapters are initialized from it
         self.peft_config = peft_config
         self.lm = self._trained(lm, args)
@@ -1015,8 +1015,8 @@ class DiffusionTrainer(Trainer, TrainerArguments):
         `merge_adapters` the whole model (None: `hub_merge_adapters`). The other arguments as in
         transformers.Trainer; `card`: as for `create_model_card`."""
         merging = self.args.hub_merge_adapters if merge_adapters is None else merge_adapters
-        if merging and has_adapters(self.lm) and self.lm.canvas:
-            refuse_merge(where="merge_adapters")
+        if merging and has_adapters(self.lm):
+            check_mergeable(self.lm, "merge_adapters")
         token = token or self.args.hub_token
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:

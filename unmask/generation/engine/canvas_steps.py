@@ -96,8 +96,8 @@ def _denoise(
         *np.array([(each.request.key, each.steps_done, each.step, each.slots[0]) for each in sequences]).T,
     )
     key_N, step_N = key_B[row_N], steps_B[row_N]
-    heat = np.array([settings.temperature(each.step) for each in sequences])
-    temperature_N = moved(heat[member_N], device).to(logits_NV.dtype)
+    temperatures = np.array([settings.temperature(each.step) for each in sequences])
+    temperature_N = moved(temperatures[member_N], device).to(logits_NV.dtype)
     form = (
         _known(slots, slot_B, row_N, config, logits_NV.shape[1]),
         _windows(slots, sequences, count_B, device),
@@ -125,7 +125,7 @@ def _denoise(
         log_prob_N = torch.where(kept_N, found.drawn_log_prob_N, 0)
         firsts = [each.request.hidden.index(True, each.span[0]) - each.request.start for each in sequences]
         parts = (part.split(count_B.tolist(), -1) for part in (tokens_2N, log_prob_N))
-        recorded += zip(sequences, map(RecordedStep, firsts, *parts, heat.tolist()), strict=True)
+        recorded += zip(sequences, map(RecordedStep, firsts, *parts, temperatures.tolist()), strict=True)
     slots.write(at, found.decision, slice(None), torch.where(done_N, step_N, -1))
     slots.ids_SC[at], slots.hidden_SC[at] = torch.where(done_N, slots.ids_SC[at], canvas_N), ~done_N
     slots.sum_S.index_add_(0, at[0], found.entropy_N)
