@@ -224,6 +224,19 @@ def test_a_model_learns_to_answer(small, tmp_path):
     assert not torch.equal(after["lm_head.weight"], fresh["lm_head.weight"])
 
 
+@pytest.mark.parametrize("canvases", ["one", "all"])
+def test_a_held_out_loss_is_that_of_all_rows_whatever_the_batch(canvases, small, tmp_path):
+    losses = []
+    for size in (1, 3, 24):
+        args = SFTConfig(output_dir=str(tmp_path), per_device_eval_batch_size=size, canvases=canvases)
+        found = SFTTrainer(small, args, eval_dataset=words(24)).evaluate()
+        assert found["eval_loss"] == pytest.approx(
+            found["eval_cross_entropy"] + found["eval_lm_cross_entropy"], rel=1e-5
+        )
+        losses.append(found["eval_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
 @pytest.mark.slow  # it is compiled for every layout
 @pytest.mark.usefixtures("dynamo_as_it_was")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -100,7 +100,8 @@ def test_a_model_is_trained_with_random_tokens_and_remembers_it(verb, chosen, tm
 
 def test_random_tokens_stand_where_tokens_are_hidden(tmp_path):
     rows = [{"prompt": "ab", "completion": "cdefgh" * 4}] * 64
-    trainer = make("sft", tmp_path, rows=rows, noise="hybrid", p_uniform=0.5)
+    trainer = make("sft", tmp_path, rows=rows, noise="hybrid", p_uniform=0.5, eval_dataset=rows[:4])
+    assert "eval_cross_entropy" not in trainer.evaluate()  # no mean of divergences without their weights
     examples = batch(trainer, *range(64))
     views = trainer.plan(examples, trainer.draw(examples))
     clean, maskable = examples["input_ids"][:, None], examples["maskable"][:, None]

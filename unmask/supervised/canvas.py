@@ -128,7 +128,14 @@ def with_clean(of_canvases_BMK: Tensor, clean_BT: Tensor) -> Tensor:
 
 
 class CanvasObjective(Objective):
-    """Canvases of random tokens in place of noised copies."""
+    """Canvases of random tokens in place of noised copies.
+
+    Attributes:
+        next_token_weight: the tokens of canvases, by which the summed loss is to be divided, per next token:
+            of a whole step, or of all held-out rows; None: of the batch.
+    """
+
+    next_token_weight: Tensor | None = None
 
     def prepared(self, lm: DiffusionLM) -> DiffusionLM:
         return lm
@@ -170,8 +177,8 @@ class CanvasObjective(Objective):
             rows = (token_N, inputs.ids_BT.take(chosen_N), more_BW.take(chosen_N).to(lm.log_prob_dtype))
             [log_prob_N] = lm.reduced(inputs, Reduction(_denoiser_log_probs, rows))
         count, num_causal = canvases.target_BMK.sum(), causal_BT.sum()
-        ratio = count.double() / num_causal.clamp_min(1)
-        ratio = batch["encoder_weight"][0] if "encoder_weight" in batch else ratio
+        ratio = self.next_token_weight
+        ratio = count.double() / num_causal.clamp_min(1) if ratio is None else ratio
         canvas_loss, causal_loss = (
             -torch.where(chosen, log_prob_N, 0).sum() for chosen in (is_canvas_N, ~is_canvas_N)
         )

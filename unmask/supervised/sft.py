@@ -32,6 +32,7 @@ from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
 from unmask.training.config_fields import described, setting
+from unmask.training.distributed import without_repeats
 from unmask.training.metrics import ProgressTarget
 from unmask.training.noising import NoisingConfig, noised_views
 from unmask.training.pair_config import PairConfig, limits
@@ -317,15 +318,23 @@ class SFTTrainer(DiffusionTrainer):
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
-        """With the number of a step's canvas tokens divided by that of its next tokens, where both are
-        learned."""
-        if not isinstance(self.objective, CanvasObjective) or not batches:
-            return super().prepared(batches)
+        if isinstance(self.objective, CanvasObjective) and batches:
+            self._count_tokens(self.objective, batches)
+        return super().prepared(batches)
+
+    def evaluate_rows(self, rows: Any, ignore_keys: Any, metric_key_prefix: str) -> dict[str, float]:
+        if isinstance(self.objective, CanvasObjective):
+            batches = (without_repeats(each, self.accelerator) for each in self.get_eval_dataloader(rows))
+            self._count_tokens(self.objective, batches)
+        return super().evaluate_rows(rows, ignore_keys, metric_key_prefix)
+
+    def _count_tokens(self, objective: CanvasObjective, batches: Iterable[Batch]) -> None:
+        """Count the tokens of all processes' batches, by which the losses on canvases and on next tokens are
+        averages."""
         counts = [torch.stack([self.count_items(batch), next_tokens(batch).sum()]) for batch in batches]
         of_ranks = self.accelerator.gather(torch.stack(counts).sum(0)[None].to(self.args.device))
         canvas, causal = of_ranks.view(-1, 2).sum(0).double()
-        ratio = canvas / causal.clamp_min(1)
-        return [each | {"encoder_weight": ratio.expand(len(each["input_ids"]))} for each in batches]
+        objective.next_token_weight = canvas / causal.clamp_min(1)
 
     def held_out_metrics(self) -> Sequence[str]:
         more = ("quality_loss", "filled_in_right") if self.args.quality_head != "off" else ()

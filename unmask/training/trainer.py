@@ -367,14 +367,13 @@ class DiffusionTrainer(Trainer, TrainerArguments):
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and
-        causal views."""
+        causal views, but none of divergences, which mean nothing without their weights."""
         log_prob_BMT = view_log_probs(
             lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.logprob_batch_size
         )
         noised = views.count - views.causal
-        for name, selected in [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))][
-            : 1 + views.causal
-        ]:
+        parts = [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))]
+        for name, selected in parts[views.divergence : 1 + views.causal]:
             count = views.target_BMT[:, selected].sum()
             self.record(name, -log_prob_BMT[:, selected].detach().sum() / count.clamp_min(1), count)
         return weighted_cross_entropy(log_prob_BMT, views)
