@@ -99,8 +99,8 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
         "sft": "grpo" if task else "dpo",
         "dpo": "grpo" if task else None,
     }.get(verb)
-    if following in ("dpo", "grpo") and config.training.get("noise") in ("uniform", "hybrid"):
-        following = None  # they need masks
+    if following == "grpo" and config.training.get("noise") in ("uniform", "hybrid"):
+        following = None  # its usual method needs masks
     commands = list[list[str]]()
     few = ":" in str(data.task) and data.train is None  # a task of the user may have few problems
     kept = ("text_column", "style", "split", *(("max_rows", "eval_rows") if few else ()))

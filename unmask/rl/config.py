@@ -629,8 +629,10 @@ class GRPOConfig(TrainingConfig):
 
     def check_trained_noise(self, noise: NoiseName) -> None:
         """Refuse methods and settings that need masks for a model of random tokens, and hybrid noise."""
-        if noise != "uniform":
-            super().check_trained_noise(noise)
+        if noise == "hybrid":
+            what = "its noise is hybrid, and rollouts have masks or random tokens alone"
+            raise ConfigError(what, where="model", remedy="Use DPO, or a model of masked or uniform noise")
+        if noise == "masked":
             return
         method = get_method(self.method)
         if not method.random_tokens:
@@ -662,6 +664,8 @@ class GRPOConfig(TrainingConfig):
                 what, remedy = "is not a setting of rollouts", NOT_IN_ROLLOUTS.get(name, "")
                 if name in SAMPLED_BY:
                     what, remedy = "is a setting of its own", f"Set {SAMPLED_BY[name]}"
+                    if name in OF_MASKS:
+                        remedy += f" (with random tokens: {OF_MASKS[name]})"
                 raise ConfigError(what, where=f"generation_kwargs.{name}", remedy=remedy)
         try:
             return self.sampler(self.temperature)
