@@ -207,6 +207,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
         return super().unread() | ({*OF_RANDOM_STATES} if self.states == "sampler" else set())
 
     @property
+    def generates(self) -> bool:
+        return bool(self.lmbda)
+
+    @property
     def needing_masks(self) -> str | None:
         return next((name for name in ("distillation", "alignment", "lmbda") if getattr(self, name)), None)
 

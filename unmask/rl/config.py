@@ -322,7 +322,11 @@ class GRPOConfig(TrainingConfig):
         3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=NEUTRAL
     )
 
-    generates = True
+    reads_rewards = True
+
+    @property
+    def generates(self) -> bool:
+        return True
 
     @property
     def updates_per_batch(self) -> int:
