@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -271,15 +271,14 @@ def test_a_state_does_not_depend_on_the_batch_or_on_other_blocks():
 
 
 def paths(
-    lm: DiffusionLM, ids: tuple[int, ...], blocks: list[list[int]], letters: list[int], remasking: str
+    log_probs: Callable[[tuple[int, ...], frozenset[int], int], Tensor],
+    ids: tuple[int, ...],
+    blocks: list[list[int]],
+    letters: list[int],
+    remasking: str,
 ) -> Iterator[tuple[float, tuple[int, ...], list[list[frozenset[int]]]]]:
     """All ways in which one token a step is revealed, block by block: the probability, the text, and of each
     block the sets of positions that were hidden, round by round."""
-
-    @cache
-    def log_probs(seen: tuple[int, ...], hidden: frozenset[int], position: int) -> Tensor:
-        with torch.no_grad():
-            return student_log_probs(lm, torch.tensor(seen), set(hidden), position)
 
     def of_block(seen, hidden, rounds):
         if not hidden:
@@ -307,7 +306,7 @@ def paths(
         yield 1.0, ids, []
         return
     for chance, text, rounds in of_block(ids, frozenset(blocks[0]), []):
-        for more, last, others in paths(lm, text, blocks[1:], letters, remasking):
+        for more, last, others in paths(log_probs, text, blocks[1:], letters, remasking):
             yield chance * more, last, [rounds, *others]
 
 
@@ -321,31 +320,35 @@ def test_the_expected_loss_is_that_of_the_states_that_the_sampler_visits(pattern
     lm, teacher = toy_lm(attention=pattern, seed=1), toy_lm(attention=("causal", None, True)).frozen_copy()
     letters = [token for token in range(lm.vocab_size) if token not in (lm.mask_token_id, *lm.eos_token_ids)]
     prompt = (letters[-1], letters[-2])
+
+    @cache
+    @torch.no_grad()
+    def log_probs(seen: tuple[int, ...], hidden: frozenset[int], position: int) -> Tensor:
+        return student_log_probs(lm, torch.tensor(seen), set(hidden), position)
+
+    @cache
+    def divergence(text: tuple[int, ...], hidden: frozenset[int], position: int) -> float:
+        t_V = teacher.logits(torch.tensor([text]))[0, position].log_softmax(-1)
+        how = {"top_k": 0, "beta": 0.0, "reverse_kl_weight": 0.0}
+        return published_divergence(t_V, log_probs(text, hidden, position), **how).item()
+
     expected = second = total = 0.0
-    for chance, text, rounds in paths(lm, (*prompt, *[lm.mask_token_id] * 3), blocks, letters, remasking):
-        t_TV = teacher.logits(torch.tensor([text]))[0].log_softmax(-1)
-        ids_T, total = torch.tensor(text), total + chance
+    first = (*prompt, *[lm.mask_token_id] * 3)
+    for chance, text, rounds in paths(log_probs, first, blocks, letters, remasking):
+        total += chance
         for states in itertools.product(*rounds):
-            losses = [
-                published_divergence(
-                    t_TV[position],
-                    student_log_probs(lm, ids_T, set(hidden), position),
-                    **{"top_k": 0, "beta": 0.0, "reverse_kl_weight": 0.0},
-                ).item()
-                for hidden in states
-                for position in hidden
-            ]
+            losses = [divergence(text, hidden, position) for hidden in states for position in hidden]
             value, share = sum(losses) / len(losses), chance / math.prod(map(len, rounds))
             expected, second = expected + share * value, second + share * value**2
     assert total == pytest.approx(1)
-    count = 6000
+    count = 3000
     config = SamplerConfig(
         max_new_tokens=3,
         temperature=1.0,
         remasking=remasking,
         allowed_tokens=letters,
         trace=True,
-        batch_size=2000,
+        batch_size=1000,
     )
     keys = [sequence_key([number, 5]) for number in range(count)]
     rollout = make_rollout(lm, generate(lm, [[*prompt]] * count, config, keys))
@@ -561,10 +564,20 @@ def test_prompts_alone_convert_a_model_on_the_command_line(command, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["convert", "--recipe", "on-policy", "--recipe", "tiny", "--model", str(tmp_path / "causal")]
     words += ["--data", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out"), "use_cpu=true"]
-    words += ["max_steps=10", "max_new_tokens=8", "start_new_tokens=4", "max_length=32", "eval_strategy=no"]
+    words += [
+        "per_device_train_batch_size=2",
+        "max_steps=10",
+        "max_new_tokens=8",
+        "start_new_tokens=4",
+        "max_length=32",
+        "eval_strategy=no",
+    ]
     result = CliRunner().invoke(app, [*words, *command])
     assert result.exit_code == 0, (result.output, result.exception)
     if not command:
         found = load(tmp_path / "out/model")
         assert (found.attention, found.block_size) == ("block_causal", 4)
-        assert CliRunner().invoke(app, ["inspect", str(tmp_path / "out/model")]).exit_code == 0
+        inspected = CliRunner().invoke(
+            app, ["inspect", str(tmp_path / "out/model"), "--hardware", "h100-80gb"]
+        )
+        assert inspected.exit_code == 0
