@@ -506,6 +506,7 @@ def test_adapters_learn_too(tmp_path):
     ("chosen", "where"),
     [
         ({"distillation": 0.0}, "distillation"),
+        ({"distillation": 0.5}, "distillation"),
         ({"lmbda": 0.0, "max_new_tokens": None}, "lmbda"),
         ({"complementary": True}, "complementary"),
         ({"exact_count": True}, "exact_count"),

@@ -183,8 +183,8 @@ class ConvertConfig(NoisingConfig, TextConfig):
 
     def _check_sampler_states(self) -> None:
         """Raise ConfigError for what has no meaning in states that the model's sampler visits."""
-        if not self.distillation:
-            what = "the causal model's predictions are what the visited states teach"
+        if self.distillation != 1:
+            what = "in the visited states the causal model alone teaches"
             raise ConfigError(what, where="distillation", remedy="Set it to 1.0, or use states: random")
         if not self.lmbda:
             what, remedy = "the model's sampler writes no row", "Use a value above 0, or states: random"
