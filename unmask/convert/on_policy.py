@@ -137,7 +137,8 @@ def _largest(value_BT: Tensor, block_BT: Tensor) -> Tensor:
 
 def random_states(rollout: Rollout, draw: MaskRNG) -> Tensor:
     """The same of completions that another model wrote: of each block a random number of tokens, any of
-    them, as if the student revealed one at a time in random order."""
+    them, as if the student revealed one at a time in random order (OPDLM hides each with a random
+    probability)."""
     return exact_count_views(rollout.noised_groups_BT, draw, num_views=1).hidden_BMT[:, 0] | rollout.beyond_BT
 
 
