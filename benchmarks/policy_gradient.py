@@ -32,13 +32,14 @@ from unmask.data.characters import character_tokenizer
 from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.views import MaskRNG
 from unmask.generation.policies import GivenTokens, decide_by, first_by_priority
+from unmask.generation.rollout import decoding_blocks
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.rl.methods import Rollout, get_method
 from unmask.rl.methods.base import Method
 from unmask.rl.methods.trajectory import OnPolicyReplayMethod, ReplayMethod
 from unmask.rl.policy_loss import policy_loss, policy_views
-from unmask.rl.rollout import decoding_blocks, plan_views
+from unmask.rl.updates import plan_views
 
 PROMPT = [4, 5]
 LENGTH = 3

@@ -28,6 +28,7 @@ from unmask.diffusion.views import (
     mixed_views,
     random_views,
 )
+from unmask.generation.rollout import Rollout, make_rollout
 from unmask.preference.losses import (
     bco_pair,
     divergence_scores,
@@ -43,7 +44,6 @@ from unmask.rl.advantages import advantages, kept_groups, overlong_penalty
 from unmask.rl.losses import clipped_surrogate, count_items, kl_divergence, token_weights
 from unmask.rl.methods import Loss, LossInputs, Method, get_method
 from unmask.rl.policy_loss import policy_loss, policy_views
-from unmask.rl.rollout import Rollout, make_rollout
 from unmask.supervised.quality import fill_in, quality_logits, quality_loss, training_head, with_quality_head
 from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, make_canvases, with_length_tokens
 

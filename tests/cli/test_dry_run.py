@@ -115,6 +115,13 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
         dry_run("convert", config)
 
 
+def test_the_time_of_sampling_is_measured_and_not_predicted(model, text, tmp_path):
+    more = {"distillation": 1.0, "lmbda": 0.5, "max_new_tokens": 4, "stages": [{}]}
+    [line] = dry_run("convert", run_config(model, text, tmp_path, max_steps=10, **more))
+    assert line["predicted seconds a step"] == "-" and float(line["seconds a step"]) > 0
+    assert float(line["predicted peak GB"]) > 0
+
+
 @pytest.mark.slow
 def test_a_teacher_is_planned_for(model, text, tmp_path):
     plain, taught = (

@@ -344,7 +344,7 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("model.device_map=balanced",)),
-            "model.device_map (command line): reinforcement learning on a model that is split",
+            "model.device_map (command line): rollouts on a model that is split",
         ),
         (
             *("sft", ["lora"], CAUSAL, ("training.flash_attention=true",)),

@@ -237,11 +237,11 @@ def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
 # Rows that the student writes.
 
 
-def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageTrainer:
+def continuing(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageTrainer:
     settings = {
         "attention": "block_causal",
-        "on_policy": 0.5,
-        "rollout_tokens": 6,
+        "lmbda": 0.5,
+        "max_new_tokens": 6,
         "packing": False,
         "max_steps": 6,
         **more,
@@ -259,7 +259,7 @@ def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageT
 
 
 def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_path):
-    trainer = on_policy(tmp_path)
+    trainer = continuing(tmp_path)
     before, chosen = batch(trainer, 0, 1, 2, 3), set()
     for step in range(8):
         trainer.state.global_step = step
@@ -294,7 +294,7 @@ def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_
 
 
 def test_what_is_written_changes_with_the_model(tmp_path):
-    trainer = on_policy(tmp_path, on_policy=1.0)
+    trainer = continuing(tmp_path, lmbda=1.0)
     before = batch(trainer, 0, 1, 2, 3)
     first = trainer.prepared([before])[0]["input_ids"]
     with torch.no_grad():
@@ -304,7 +304,7 @@ def test_what_is_written_changes_with_the_model(tmp_path):
 
 
 def test_the_loss_is_divided_by_what_is_left_to_learn(tmp_path):
-    trainer = on_policy(tmp_path, on_policy=1.0)
+    trainer = continuing(tmp_path, lmbda=1.0)
     trainer.state.max_steps, rows = 4, [batch(trainer, 0, 1), batch(trainer, 2, 3)]
     batches, items = trainer.get_batch_samples(iter(rows), 2, torch.device("cpu"))
     trained = sum(int(one["maskable"].sum()) for one in batches)
@@ -313,7 +313,7 @@ def test_the_loss_is_divided_by_what_is_left_to_learn(tmp_path):
 
 @pytest.mark.parametrize("rows", [LONG, TEXTS, PAIRS], ids=["long", "short", "pairs"])
 def test_rows_too_short_to_go_on_are_left_as_they_are(rows, tmp_path):
-    trainer = on_policy(tmp_path, on_policy=1.0, rollout_tokens=100, rows=rows)
+    trainer = continuing(tmp_path, lmbda=1.0, max_new_tokens=100, rows=rows)
     before = batch(trainer, 0, 1)
     after = trainer.prepared([before])[0]
     assert all(torch.equal(after[name], before[name]) for name in before.keys() - {"one_document"})
@@ -323,8 +323,8 @@ def test_rows_too_short_to_go_on_are_left_as_they_are(rows, tmp_path):
 def test_a_distilled_run_on_its_own_policy_resumes_bit_for_bit_in_the_middle(tmp_path):
     run = {
         **DISTILLED,
-        "on_policy": 0.5,
-        "rollout_tokens": 4,
+        "lmbda": 0.5,
+        "max_new_tokens": 4,
         "packing": False,
         "stages": [{"train": ["attention", "mask_token"]}, {}],
     }

@@ -106,8 +106,8 @@ def test_stages_come_from_yaml_and_go_back_into_it(stages, count, steps, run, tm
         ("[{}, {block_size: 4}]", "block_size 4 with bidirectional attention"),
         ("[{}]\n  complementary: true\n  num_timesteps: 8", "training.num_timesteps"),
         ("[{}]\n  complementary: true\n  min_time: 0.6", "training.min_time"),
-        ("[{}]\n  distillation: 1.0\n  teacher_top_k: 0", "training.teacher_top_k"),
-        ("[{}]\n  on_policy: 1.0\n  rollout_tokens: 0", "training.rollout_tokens"),
+        ("[{}]\n  distillation: 1.0\n  teacher_top_k: -1", "training.teacher_top_k"),
+        ("[{}]\n  lmbda: 1.0\n  max_new_tokens: 0", "training.max_new_tokens"),
         ("[{}]\n  attention_annealing: 1.5", "training.attention_annealing"),
     ],
 )

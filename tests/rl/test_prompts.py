@@ -17,7 +17,7 @@ from tests.errors import raises
 from tests.training.tiny_runs import equal, make, ranks, weights
 from unmask.errors import ConfigError
 from unmask.generation.output import Generation, Trace
-from unmask.rl.prompts import PromptHistory, PromptRow
+from unmask.rl.prompts import PromptHistory, PromptRow, PromptRows
 from unmask.rl.rewarded import RewardedCompletions
 
 REWARDS = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(-4, 4)), max_size=40)
@@ -161,3 +161,23 @@ def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
     assert equal(weights(trainer.lm), weights(other.lm))
     with raises(ConfigError, where="max_steps"):
         make("grpo", tmp_path / "endless", rows=stream, max_steps=-1)
+
+
+DATASETS = st.lists(
+    st.dictionaries(st.sampled_from(["a", "b", "sample_id", "repeat"]), st.integers()), min_size=1, max_size=4
+)
+
+
+@given(rows=DATASETS, group=st.integers(1, 3))
+def test_rows_have_the_columns_of_all_and_stand_beside_their_places(rows, group):
+    rows = [{"prompt": str(index), **row} for index, row in enumerate(rows)]
+    made = PromptRows(rows, group)
+    names = {name for row in rows for name in row}
+    for index, row in enumerate(rows):
+        for repeat in range(group):
+            found = made[index * group + repeat]
+            assert (
+                found == PromptRow({name: row.get(name) for name in names}, index, repeat)
+                and found.prompt == row["prompt"]
+            )
+    assert len(made) == len(rows) * group and list(rows[0]) == list(made[0].columns)[: len(rows[0])]

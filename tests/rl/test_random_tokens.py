@@ -15,10 +15,10 @@ from tests.rl.updates import RATIOS, check_first_updates
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, share_of_a, weights
 from unmask.errors import ConfigError
+from unmask.generation.rollout import make_rollout
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.methods import METHODS
 from unmask.rl.methods.masking import Diffusion
-from unmask.rl.rollout import make_rollout
 from unmask.rl.trainer import GRPOTrainer
 
 FITTING = [name for name, method in METHODS.items() if method.random_tokens]

@@ -18,6 +18,7 @@ from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, 
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
+from unmask.generation.rollout import make_rollout
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -25,7 +26,6 @@ from unmask.rl.config import GRPOConfig
 from unmask.rl.methods.spg import lower_bound, upper_bound
 from unmask.rl.prompts import GroupSampler
 from unmask.rl.rewarded import RewardedCompletions
-from unmask.rl.rollout import make_rollout
 from unmask.rl.trainer import GRPOTrainer
 from unmask.tasks import get_task
 from unmask.training.run.checkpoint import FILE_LIST, described

@@ -27,6 +27,15 @@ ROWS = 4
 VERBS: dict[str, dict[str, Any]] = {
     "pretrain": {"eval_dataset": TEXTS[:5]},
     "convert": {"distillation": 0.5, "alignment": 0.1, "attention": "bidirectional", "stages": [{}, {}]},
+    "on-policy": {
+        "states": "sampler",
+        "distillation": 1.0,
+        "lmbda": 0.7,
+        "max_new_tokens": 6,
+        "attention": "block_causal",
+        "block_size": 4,
+        "stages": [{}, {}],
+    },
     "sft": {"views": 2, "eval_dataset": PAIRS[:5]},
     "dpo": {"eval_dataset": PREFERENCES[:5]},
     "kto": {"eval_dataset": PREFERENCES[:5]},
@@ -43,7 +52,7 @@ VERBS: dict[str, dict[str, Any]] = {
 
 def model(family: str, verb: str) -> DiffusionLM:
     """The model that a verb starts from."""
-    causal = verb in ("pretrain", "convert")
+    causal = verb in ("pretrain", "convert", "on-policy")
     if family == "llama":
         return llama_lm("causal" if causal else "bidirectional")
     attention = ("causal",) if causal else ("block_causal", 3)
@@ -55,13 +64,15 @@ def model(family: str, verb: str) -> DiffusionLM:
 def run(family: str, verb: str, folder: Path, **more: Any) -> dict[str, Any]:
     """A run of two steps that saves its model: the losses of its steps, and its evaluation."""
     lm = model(family, verb)
-    # of recurrent layers some gradients are but rounding, which Adam would scale
-    steps = {"optim": "sgd", "learning_rate": 0.1} if lm.recurrent else {"learning_rate": 1e-3}
+    # of recurrent layers, and near a teacher, some gradients are but rounding, which Adam would scale
+    of_rounding = lm.recurrent or verb == "on-policy"
+    steps = {"optim": "sgd", "learning_rate": 0.1} if of_rounding else {"learning_rate": 1e-3}
     more = steps | {"per_device_train_batch_size": ROWS} | more
-    if verb == "convert":
+    if verb in ("convert", "on-policy"):
+        rows = [row | {"prompt": row["text"]} for row in TEXTS]
         pattern = {"attention": "block_causal", "block_size": 4} if lm.recurrent else {}
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **VERBS[verb] | pattern | more))
-        trainer: Any = ConvertTrainer(lm, args, train_dataset=TEXTS, eval_dataset=TEXTS[:5])
+        trainer: Any = ConvertTrainer(lm, args, train_dataset=rows, eval_dataset=rows[:5])
         trainer.train()
         lines, evaluation = trainer.state.log_history, {}
     else:

@@ -115,15 +115,17 @@ def test_every_method_of_reinforcement_learning_trains_them(method, name, tmp_pa
         {"block_size": 4},
         {"block_size": 4, "causal_context": True, "stages": [{"lm_loss": 0.1}]},
         {"block_size": 4, "distillation": 0.5, "alignment": 0.1},
+        {"block_size": 4, "distillation": 1.0, "states": "sampler", "max_new_tokens": 6, "lmbda": 0.6},
         {"stages": [{"block_size": 1}, {"block_size": 2}, {"block_size": 4}]},
         {"block_size": 4, "time_embedding": True, "stages": [{"train": ["attention", "mask_token"]}, {}]},
     ],
-    ids=["block", "causal context", "distilled", "growing", "stages"],
+    ids=["block", "causal context", "distilled", "on-policy", "growing", "stages"],
 )
 def test_every_recipe_converts_them(recipe, name, tmp_path):
     more = {"stages": [{}], "max_steps": 3, "attention": "block_causal"} | recipe
     args = ConvertConfig(**settings(tmp_path, max_length=32, packing=False, **more))
-    run = ConvertTrainer(model(name, "convert"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:3])
+    rows = [{"prompt": row["text"]} for row in TEXTS] if args.states == "sampler" else TEXTS
+    run = ConvertTrainer(model(name, "convert"), args, train_dataset=rows, eval_dataset=rows[:3])
     run.train()
     run.save_model(str(tmp_path / "model"))
     lines = run.state.log_history

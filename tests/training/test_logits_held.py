@@ -3,8 +3,10 @@ nor within it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import TEXTS, low_ids, make, settings
 from unmask.convert.config import ConvertConfig
+from unmask.convert.on_policy import complete
 from unmask.convert.trainer import ConvertTrainer
 from unmask.models.hooks import head
 from unmask.rl.methods import METHODS
@@ -24,11 +27,13 @@ VOCABULARY, WIDTH, CHUNK = 1009, 32, 3
 no number of rows here."""
 DISTILLED = {"attention": "block_causal", "block_size": 4, "logit_shift": True, "causal_context": True}
 DISTILLED |= {"distillation": 1.0, "alignment": 0.1, "stages": [{"lm_loss": 0.5}]}
+ON_POLICY = {"states": "sampler", "distillation": 1.0, "max_new_tokens": 6, "stages": [{}]}
 BIDIRECTIONAL, BLOCKS = ("bidirectional", None), ("block_causal", 4)
 CASES: dict[str, tuple[str, tuple[str, int | None], dict[str, Any]]] = {
     "pretrain": ("pretrain", ("causal", None), {}),
     "convert": ("convert", ("causal", None), {"attention": "bidirectional", "stages": [{}]}),
     "convert, distilled": ("convert", ("causal", None), DISTILLED),
+    "convert, on-policy": ("convert", ("causal", None), {"attention": "block_causal"} | ON_POLICY),
     "sft": ("sft", BIDIRECTIONAL, {"views": 2}),
     "sft, blocks": ("sft", BLOCKS, {}),
     "sft, quality head": ("sft", BIDIRECTIONAL, {"quality_head": "alone"}),
@@ -69,29 +74,41 @@ class Watch(TorchDispatchMode):
         return out
 
 
+def unwatched(sample: Callable[..., Any]) -> Callable[..., Any]:
+    def sampled(*arguments: Any, **named: Any) -> Any:
+        with _disable_current_modes():
+            return sample(*arguments, **named)
+
+    return sampled
+
+
 def rows_held(verb: str, pattern: tuple[str, int | None], folder: Path, more: dict[str, Any]) -> int:
     """The most rows of logits that exist at once in a training step. Sampling is no part of a loss."""
     lm = llama_lm(*pattern, vocab_size=VOCABULARY)
     more = {"max_steps": 1} | more
     if verb == "convert":
         args = ConvertConfig(**settings(folder, max_length=32, packing=False, **more))
-        trainer: Any = ConvertTrainer(lm, args, train_dataset=TEXTS)
+        trainer: Any = ConvertTrainer(
+            lm, args, train_dataset=[row | {"prompt": row["text"]} for row in TEXTS]
+        )
     else:
         trainer = make(verb, folder, lm, **({"reward": low_ids} if verb == "grpo" else {}), **more)
     if isinstance(trainer, GRPOTrainer):
-        sample = trainer.sample
-
-        def unwatched(*arguments: Any, **named: Any) -> Any:
-            with _disable_current_modes():
-                return sample(*arguments, **named)
-
-        trainer.sample = unwatched  # type: ignore[method-assign]
-    with Watch() as watch:
+        trainer.sample = unwatched(trainer.sample)  # type: ignore[method-assign]
+    with mock.patch("unmask.convert.trainer.complete", unwatched(complete)), Watch() as watch:
         trainer.train()
     return watch.rows
 
 
-QUICK = ("pretrain", "convert, distilled", "sft", "sft, blocks and a quality head", "dpo", "grpo, diffu-grpo")
+QUICK = (
+    "pretrain",
+    "convert, distilled",
+    "convert, on-policy",
+    "sft",
+    "sft, blocks and a quality head",
+    "dpo",
+    "grpo, diffu-grpo",
+)
 
 
 @pytest.mark.parametrize(

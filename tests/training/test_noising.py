@@ -140,7 +140,7 @@ def test_objectives_that_need_masks_refuse_models_of_random_tokens(chosen, tmp_p
     [
         ({"distillation": 0.5}, "distillation"),
         ({"alignment": 0.5}, "alignment"),
-        ({"on_policy": 0.5}, "on_policy"),
+        ({"lmbda": 0.5}, "lmbda"),
         ({"time_embedding": True}, "noise"),
     ],
 )

@@ -25,6 +25,7 @@ from unmask.training.trainer import DiffusionTrainer
 pytestmark = needs_gpu
 
 VERBS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {}, "dpo": {}, "kto": {}, "convert": {}}
+VERBS["on-policy"] = {"states": "sampler", "distillation": 1.0, "lmbda": 0.5, "max_new_tokens": 6}
 for NAME, METHOD in METHODS.items():
     VERBS[f"grpo: {NAME}"] = {"method": NAME, "reward": low_ids, "epsilon": getattr(METHOD, "epsilon", None)}
 needs_bitsandbytes = pytest.mark.skipif(
@@ -38,7 +39,8 @@ needs_torchao = pytest.mark.skipif(
 def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
     """Of four rows a step; float32 unless asked otherwise."""
     more = VERBS[verb] | {"learning_rate": 1e-3, "bf16": False} | more
-    if verb == "convert":
+    if verb in ("convert", "on-policy"):
+        rows = [row | {"prompt": row["text"]} for row in TEXTS]
         stages = [
             {"attention": "block_causal", "block_size": 4, "share": 1},
             {"attention": "bidirectional", "share": 1},
@@ -46,7 +48,8 @@ def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any)
         return ConvertTrainer(
             lm or llama_lm("causal"),
             ConvertConfig(**settings(folder, max_length=32, stages=stages) | more),
-            train_dataset=TEXTS,
+            train_dataset=rows,
+            eval_dataset=rows[:3],
         )
     return make(verb.split(":")[0], folder, lm, **more)
 
@@ -81,7 +84,9 @@ def test_it_learns_as_on_a_cpu(verb, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "convert", "grpo: diffu-grpo", "grpo: cj-grpo"])
+@pytest.mark.parametrize(
+    "verb", ["pretrain", "sft", "dpo", "convert", "on-policy", "grpo: diffu-grpo", "grpo: cj-grpo"]
+)
 def test_a_resumed_run_ends_as_the_whole_one(verb, tmp_path):
     saving: dict[str, Any] = {"use_cpu": False, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = trainer(verb, tmp_path, **saving)

@@ -117,9 +117,10 @@ def _row(
     steps: int | None,
     setup_seconds: float = 0.0,
 ) -> dict[str, str]:
-    """The row of a stage. `seconds` None: no step was made. `steps` of the run; None: unknown."""
+    """The row of a stage. `seconds` None: no step was made. `steps` of the run; None: unknown. The time of
+    sampling is not predicted."""
     predicted = hours = None
-    if estimate and estimate.seconds:
+    if estimate and estimate.seconds and not args.generates:
         predicted = estimate.seconds * args.gradient_accumulation_steps
     step_seconds = predicted if seconds is None else seconds
     if steps is not None and step_seconds is not None:

@@ -318,6 +318,7 @@ def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: D
                         f"{source.path}, row 0",
                         text_column=column,
                         loss_type=training.get("loss_type"),
+                        completes=verb == "grpo" or training.get("states") == "sampler",
                     )
             except DataError as error:
                 raise (error.skippable() if verb in ("sft", "dpo") else error) from error

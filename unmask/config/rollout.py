@@ -1,10 +1,11 @@
-"""Settings of the backends that sample for reinforcement learning."""
+"""Settings of the completions that are sampled during training, and of the backends that sample them for
+reinforcement learning."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,6 +33,41 @@ VLLM_READS = {
 }
 VLLM_READS |= {"seed", "batch_size"}
 """The sampler settings that a vLLM server supports."""
+
+
+ONCE = "Leave it out: a rollout denoises, and reveals each token once"
+NOT_IN_ROLLOUTS = dict.fromkeys(("mode", "num_branches", "remask_fraction", "revise"), ONCE) | {
+    "trace": "Leave it out: rollouts always have one"
+}
+"""What to do about settings of the sampler that rollouts do not take."""
+
+
+def rollout_sampler(
+    own: Mapping[str, Any], names: Mapping[str, str], more: Mapping[str, Any] | None
+) -> SamplerConfig:
+    """The sampler of completions that are trained on, whose trace says which step revealed each token.
+
+    Args:
+        own: what the trainer's settings say, by the field of `SamplerConfig`.
+        names: the names of these settings, by the field.
+        more: further fields (`generation_kwargs`).
+
+    Raises:
+        ConfigError: a further field is a setting of its own, or none of rollouts, or has a bad value.
+    """
+    more = more or {}
+    for name in more:
+        if name in names or name in NOT_IN_ROLLOUTS:
+            what, remedy = "is not a setting of rollouts", NOT_IN_ROLLOUTS.get(name, "")
+            if name in names:
+                what, remedy = "is a setting of its own", f"Set {names[name]}"
+            raise ConfigError(what, where=f"generation_kwargs.{name}", remedy=remedy)
+    try:
+        return SamplerConfig(**{**own, **more, "trace": True})
+    except ConfigError as error:
+        if (error.where or "").partition(".")[0] in more:
+            raise error.moved(f"generation_kwargs.{error.where}") from error
+        raise
 
 
 def unread_by_vllm(sampler: SamplerConfig) -> str | None:

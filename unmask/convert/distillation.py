@@ -7,6 +7,7 @@ view, V vocabulary, K the teacher's most probable tokens, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from unmask.tensor_checks import check_tensors
 
 MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
+TokenDivergence = Callable[[Tensor, Tensor], Tensor]
+"""Compares predictions, in nats [N], by the teacher's and the student's log-probabilities [N, K] of the same
+tokens."""
 
 
 class TeacherComparison(NamedTuple):
@@ -29,7 +33,7 @@ class TeacherComparison(NamedTuple):
 
     log_prob_N: Tensor  # the student's log-probability of the real token, in nats
     taught_N: Tensor  # whether the target is the teacher's prediction; otherwise it is the real token
-    divergence_N: Tensor  # forward KL from the teacher's prediction to the student's, in nats
+    divergence_N: Tensor  # between the teacher's prediction and the student's, in nats
     distance_N: Tensor  # 1 - cosine between their hidden states that predict the token
 
 
@@ -41,6 +45,8 @@ def compare(
     views: Views,
     *,
     top_k: int,
+    divergence: TokenDivergence | None = None,
+    everywhere: bool = False,
 ) -> TeacherComparison:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
@@ -54,8 +60,10 @@ def compare(
         ids_BT: the clean tokens.
         document_BT: packed documents are numbered, padding is 0; None: every row is one document.
         views: the hidden tokens and the targets.
-        top_k: the number of the teacher's most probable tokens that are compared one by one; the others count
-            as one token.
+        top_k: the number of the teacher's most probable tokens that are compared one by one; 0: all, whose
+            log-probabilities [N, V] are held at once.
+        divergence: what is measured on these tokens; None: `forward_kl`, in which the others count as one.
+        everywhere: whether the teacher's prediction is the target also where a later token is visible.
     """
     check_tensors(ids_BT=ids_BT, document_BT=document_BT, **views.tensors)
     target_BMT = views.target_BMT
@@ -67,10 +75,10 @@ def compare(
     with lm.capturing() as student:
         # column 0: the real token
         log_q_NK = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))
-    divergence_N = forward_kl(log_p_UK[index_N], log_q_NK[:, 1:])
+    divergence_N = (divergence or forward_kl)(log_p_UK[index_N], log_q_NK[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
-    taught_N = ~later_visible(lm, views, document_BT)[target_BMT]
-    return TeacherComparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
+    taught_BMT = ~later_visible(lm, views, document_BT) | everywhere
+    return TeacherComparison(log_q_NK[:, 0], taught_BMT[target_BMT], divergence_N, distance_N)
 
 
 def distillation_loss(
@@ -115,18 +123,43 @@ def predictions(
 
 
 def most_probable(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the most probable tokens, and the tokens, [N, K] each; the mask token is never
-    among them."""
-    top = at_least_float32(logits_NV).log_softmax(-1).topk(min(top_k, logits_NV.shape[1] - 1), dim=-1)
+    """The log-probabilities of the most probable tokens (0: of all), and the tokens, [N, K] each; the mask
+    token is never among them."""
+    most = logits_NV.shape[1] - 1
+    top = at_least_float32(logits_NV).log_softmax(-1).topk(min(top_k or most, most), dim=-1)
     return top.values, top.indices
 
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
     """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the
     vocabulary."""
-    check_tensors(log_p_NK=log_p_NK, log_q_NK=log_q_NK)
+    top_N = generalized_divergence(log_p_NK, log_q_NK)
     rest_p_N, rest_q_N = (
         (1 - log_NK.exp().sum(1)).clamp_min(MIN_REST_PROBABILITY) for log_NK in (log_p_NK, log_q_NK)
     )
-    top_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
     return top_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())
+
+
+def generalized_divergence(
+    log_p_NK: Tensor, log_q_NK: Tensor, *, beta: float = 0.0, reverse_kl_weight: float = 0.0
+) -> Tensor:
+    """The divergence [N] in nats of p, the teacher, and q, the student, summed over these K tokens alone:
+    nothing is renormalized, and there is no rest (OPDLM, 2606.06712).
+
+    Args:
+        beta: 0: KL(p || q). 1: KL(q || p). Between them: the generalized Jensen-Shannon divergence beta KL(p
+            || m) + (1 - beta) KL(q || m), with m = beta p + (1 - beta) q (Agarwal et al. 2024, "On-policy
+            distillation of language models").
+        reverse_kl_weight: w in (1 - w) KL(p || q) + w KL(q || p), for a beta of 0.
+    """
+    check_tensors(log_p_NK=log_p_NK, log_q_NK=log_q_NK)
+    possible_NK = log_p_NK > -torch.inf  # forbidden tokens have no probability in either
+    log_p_NK, log_q_NK = (torch.where(possible_NK, log_NK, 0.0) for log_NK in (log_p_NK, log_q_NK))
+    p_NK, q_NK = log_p_NK.exp(), log_q_NK.exp()
+    if 0 < beta < 1:
+        log_m_NK = (beta * p_NK + (1 - beta) * q_NK).log()
+        forward_NK, reverse_NK = p_NK * (log_p_NK - log_m_NK), q_NK * (log_q_NK - log_m_NK)
+        return (beta * forward_NK + (1 - beta) * reverse_NK).sum(1)
+    reverse = beta or reverse_kl_weight
+    forward_NK, reverse_NK = p_NK * (log_p_NK - log_q_NK), q_NK * (log_q_NK - log_p_NK)
+    return ((1 - reverse) * forward_NK + reverse * reverse_NK).sum(1)

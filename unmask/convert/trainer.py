@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file
-from unmask.config.sampler import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare, distillation_loss
+from unmask.convert.on_policy import complete, conversion_prompts, prompts_of, state_batch, state_views
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport, show_rows
@@ -28,9 +29,11 @@ from unmask.data.rows import TokenRow, check_dataset, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.streamed_rows import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
-from unmask.diffusion.rng import RngStream, uniform
+from unmask.diffusion.rng import RngStream, sequence_key
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.generation.requests import check_settings
+from unmask.generation.rollout import make_rollout
 from unmask.generation.sampler import generate
 from unmask.models.adapters import has_adapters, refuse_frozen, with_adapters, with_trained_mask_row
 from unmask.models.attention import DEFAULT_BLOCK
@@ -40,7 +43,7 @@ from unmask.models.load import as_diffusion_lm, check_patterns, load, with_patte
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.arguments import TrainerArguments, by_place, map_held_out, refuse_foreign_collator
 from unmask.training.config import row_length, total_steps
-from unmask.training.distributed import from_first
+from unmask.training.distributed import failing_together, from_first
 from unmask.training.hardware_checks import is_split, refuse_other_model
 from unmask.training.metrics import ProgressPart, ProgressTarget
 from unmask.training.noising import noised_views
@@ -169,6 +172,8 @@ class StageTrainer(DiffusionTrainer):
         ]
 
     def plan(self, batch: Batch, draw: MaskRNG) -> Views:
+        if "hidden" in batch:
+            return state_views(batch["hidden"], batch["maskable"])
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         pair = self.args.complementary
         views = noised_views(
@@ -176,8 +181,10 @@ class StageTrainer(DiffusionTrainer):
         )
         return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
-    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         lm = self._annealed(lm)
+        if self.of_sampler and self.evaluating:
+            [batch] = self._rollouts([batch])
         views = self.plan(batch, self.training_draw(batch))
         if self.teacher is None:
             return self.cross_entropy(lm, batch, views)
@@ -195,11 +202,12 @@ class StageTrainer(DiffusionTrainer):
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
-    def _distillation_loss(
-        self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views
-    ) -> torch.Tensor:
+    def _distillation_loss(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         found = compare(
-            lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k
+            *(lm, teacher, batch["input_ids"], separate_documents(batch), views),
+            top_k=self.args.teacher_top_k,
+            divergence=self.args.divergence,
+            everywhere=self.of_sampler,
         )
         count = float(views.target_BMT.sum())
         for name, values in (
@@ -216,33 +224,78 @@ class StageTrainer(DiffusionTrainer):
         causal = ["lm_cross_entropy"] if self.stage.lm_loss else []
         return *super().held_out_metrics(), *causal, *([] if self.teacher is None else ["kl", "distance"])
 
+    @property
+    def of_sampler(self) -> bool:
+        """Whether rows are prompts, and the states that are learned those that the model's sampler visits."""
+        return bool(self.args.states == "sampler")
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """The divisor of the loss: the number of maskable tokens, or of rows, in each of which the mean over
+        tokens is taken."""
+        return torch.tensor(len(batch["sample_id"])) if self.of_sampler else super().count_items(batch)
+
     def prepared(self, batches: list[Batch]) -> list[Batch]:
-        return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
+        """The micro-batches of a step, with what the model writes of them."""
+        if not self.args.lmbda:
+            return batches
+        with failing_together("rollout"), self.phases("generation"), self.lockstep():
+            if self.of_sampler:
+                return self._rollouts(batches)
+            return [self._continued(batch) for batch in batches]
+
+    @property
+    def rollout_step(self) -> int | None:
+        """The number of the step in the run, by which rollouts differ; None: an evaluation, whose rollouts
+        are the same at all steps."""
+        return None if self.evaluating else self.steps_before + self.state.global_step
+
+    def rollout_draw(self, batch: Batch) -> MaskRNG:
+        """The random numbers of the rollouts of these rows, with the keys of their completions."""
+        step = [] if self.rollout_step is None else [self.rollout_step]
+        keys = [sequence_key([number, *step]) for number in batch["sample_id"].tolist()]
+        return MaskRNG(self.args.seed, torch.tensor(keys, device=batch["sample_id"].device))
+
+    def _rollouts(self, batches: list[Batch]) -> list[Batch]:
+        """The completions of these prompts, and what is hidden of them. Only the hidden tokens of completions
+        are trained on."""
+        args, draws, teacher = self.args, [self.rollout_draw(batch) for batch in batches], self.teacher
+        assert teacher is not None
+        from_student = [draw.per_sequence(1, RngStream.ROLLOUT).squeeze(1) < args.lmbda for draw in draws]
+        step = self.rollout_step
+        generation = complete(
+            [(self.lm, args.rollout_sampler(step)), (teacher, args.teacher_sampler(step))],
+            [prompt for batch in batches for prompt in prompts_of(batch)],
+            [key for draw in draws for key in draw.key_B.tolist()],
+            [int(not own) for own_B in from_student for own in own_B.tolist()],
+        )
+        lengths = [len(tokens) for tokens in generation.tokens]
+        self.phases.count(generated=sum(lengths))
+        self.record("completion_length", sum(lengths) / max(len(lengths), 1), len(lengths))
+        excluded, made, start = self.lm.eos_token_ids if args.exclude_im_end else (), list[Batch](), 0
+        for batch, draw, own_B in zip(batches, draws, from_student, strict=True):
+            rollout = make_rollout(self.lm, generation, slice(start, start + len(own_B)))
+            made.append(batch | state_batch(rollout, own_B, draw, excluded))
+            start += len(own_B)
+        return made
 
     def _continued(self, batch: Batch) -> Batch:
         """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the
         continuation is trained on."""
-        key_B = batch["sample_id"]
-        chosen_B, cut_B = (
-            uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=RngStream.ROLLOUT)
-            for i in (0, 1)
-        )
-        length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
-        rows = ((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten().tolist()
+        draw, new_tokens = self.rollout_draw(batch), self.args.max_new_tokens
+        chosen_B, cut_B = draw.per_sequence(2, RngStream.ROLLOUT).unbind(1)
+        length_B = (batch["documents"] == 1).sum(1) - new_tokens
+        rows = ((chosen_B < self.args.lmbda) & (length_B > 0)).nonzero().flatten().tolist()
         if not rows:
             return batch
         prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
-        seed = self.args.seed + self.steps_before + self.state.global_step
-        sampler = SamplerConfig(
-            max_new_tokens=self.args.rollout_tokens, temperature=1.0, remasking="random", seed=seed
-        )
-        continuations = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
+        sampler = self.args.rollout_sampler(self.rollout_step)
+        continuations = generate(self.lm, prompts, sampler, keys=draw.key_B[rows].tolist()).tokens
         batch = copy.deepcopy(batch)
         batch["one_document"] = False  # the rest of a continued row becomes padding
-        position_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
+        position_T = torch.arange(batch["input_ids"].shape[1], device=draw.key_B.device)
         for row, prompt, tokens in zip(rows, prompts, continuations, strict=True):
             stop = len(prompt) + len(tokens)
-            batch["input_ids"][row, len(prompt) : stop] = torch.tensor(tokens, device=key_B.device)
+            batch["input_ids"][row, len(prompt) : stop] = torch.tensor(tokens, device=draw.key_B.device)
             batch["documents"][row] = (position_T < stop).long()
             batch["maskable"][row] = (position_T >= len(prompt)) & (position_T < stop)
         return batch
@@ -316,6 +369,8 @@ class ConvertTrainer(TrainerArguments):
             args.refuse_adapters(timed=any(each.has_time_embedding for each in self.lms))
         if peft_config is not None:
             self._add_adapters(peft_config)
+        for each in self.lms if args.lmbda else ():
+            check_settings(each, args.rollout_sampler(None))
         refuse_frozen(self.lms[-1])
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
             where = f"stages, stage {number}, train"
@@ -547,8 +602,10 @@ class ConvertTrainer(TrainerArguments):
 def conversion_rows(
     lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str
 ) -> Sequence[TokenRow] | StreamedRows:
-    """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a
-    stream."""
+    """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a stream;
+    or of prompts alone, for states of the sampler."""
+    if args.states == "sampler":
+        return conversion_prompts(lm, args, dataset, where)
     check_dataset(dataset, where, streams=True)
     first_row = next(iter(dataset), None)
     if isinstance(first_row, Mapping) and not {"completion", "messages"}.isdisjoint(first_row):

@@ -370,19 +370,26 @@ def read_prompt(row: Mapping[str, Any]) -> Example:
 
 
 def check_row(
-    verb: str, row: Mapping[str, Any], where: str, *, text_column: str, loss_type: str | None = None
+    verb: str,
+    row: Mapping[str, Any],
+    where: str,
+    *,
+    text_column: str,
+    loss_type: str | None = None,
+    completes: bool = False,
 ) -> None:
     """Raise DataError for a row at `where` that a training verb cannot read. `loss_type` is that of
-    preferences, if it was given."""
+    preferences, if it was given; `completes`: whether the model completes prompts."""
+    if completes:
+        with prepending_place(where):
+            read_prompt(row)
+        return
     if verb == "pretrain" or (verb == "convert" and {"completion", "messages"}.isdisjoint(row)):
         require_text(row, text_column, where, "data.text_column")
         return
     preferences = UNPAIRED if loss_type == "kto" and "label" in row else PREFERENCES
     with prepending_place(where):
-        if verb == "grpo":
-            read_prompt(row)
-        else:
-            Reader(preferences if verb == "dpo" else SUPERVISED).read(row)
+        Reader(preferences if verb == "dpo" else SUPERVISED).read(row)
 
 
 class Reader:

@@ -42,6 +42,7 @@ class RngStream(IntEnum):
     LEVEL = 14
     CANVAS = 15
     CONDITION = 16
+    STATE = 17
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 from unmask.config.base import OnResume, flat_values, kinds_of
 from unmask.config.layers import read_recipe, recipe_names
-from unmask.config.rollout import RolloutConfig, unread_by_vllm
+from unmask.config.rollout import RolloutConfig, rollout_sampler, unread_by_vllm
 from unmask.config.run import NoiseName, RunConfig, build_training_args, checked_fields
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError, did_you_mean
@@ -47,11 +47,6 @@ LIKELY_TOKENS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "top_entropy_quantile"),
 )
 """Settings by which tokens are not drawn, or not trained on, in proportion to their probabilities."""
-ONCE = "Leave it out: a rollout denoises, and reveals each token once"
-NOT_IN_ROLLOUTS = dict.fromkeys(("mode", "num_branches", "remask_fraction", "revise"), ONCE) | {
-    "trace": "Leave it out: rollouts always have one"
-}
-"""What to do about settings of the sampler that rollouts do not take."""
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -327,7 +322,11 @@ class GRPOConfig(TrainingConfig):
         3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=NEUTRAL
     )
 
-    generates = True
+    reads_rewards = True
+
+    @property
+    def generates(self) -> bool:
+        return True
 
     @property
     def updates_per_batch(self) -> int:
@@ -368,7 +367,7 @@ class GRPOConfig(TrainingConfig):
                 where="rollout.backend and method",
                 remedy="Set vllm_importance_sampling_cap to null, or use another method",
             )
-        sampler = self._checked_sampler()
+        sampler = self.sampler(self.temperature)
         check_rollouts(self, sampler.model_copy(update={"trace": False}))
         check_ahead(self, method)
         self.assigned.clear()
@@ -622,10 +621,10 @@ class GRPOConfig(TrainingConfig):
         """The sampler settings of rollouts, for a model of this noise. Canvases of random tokens have
         temperatures of their own (`t_min` and `t_max`), and none at which they are greedy."""
         own: dict[str, Any] = {field: getattr(self, name) for field, name in SAMPLED_BY.items()}
-        own |= {"temperature": temperature, "min_p": self.min_p or 0.0, "trace": True}
+        own |= {"temperature": temperature, "min_p": self.min_p or 0.0}
         if noise == "uniform":
             del own["temperature"]
-        return SamplerConfig(**own | (self.generation_kwargs or {}))
+        return rollout_sampler(own, SAMPLED_BY, self.generation_kwargs)
 
     def check_trained_noise(self, noise: NoiseName) -> None:
         """Refuse methods and settings that need masks for a model of random tokens, and hybrid noise."""
@@ -655,24 +654,6 @@ class GRPOConfig(TrainingConfig):
         if method.estimator == "token" and self.logprob_temperature is not None:
             what = "draws from canvases have the temperature of the step that drew them"
             raise ConfigError(what, where="logprob_temperature", remedy="Leave it out")
-
-    def _checked_sampler(self) -> SamplerConfig:
-        """The sampler settings of rollouts. Raises ConfigError for settings that cannot be sampled with."""
-        given = self.generation_kwargs or {}
-        for name in given:
-            if name in SAMPLED_BY or name in NOT_IN_ROLLOUTS:
-                what, remedy = "is not a setting of rollouts", NOT_IN_ROLLOUTS.get(name, "")
-                if name in SAMPLED_BY:
-                    what, remedy = "is a setting of its own", f"Set {SAMPLED_BY[name]}"
-                    if name in OF_MASKS:
-                        remedy += f" (with random tokens: {OF_MASKS[name]})"
-                raise ConfigError(what, where=f"generation_kwargs.{name}", remedy=remedy)
-        try:
-            return self.sampler(self.temperature)
-        except ConfigError as error:
-            if (error.where or "").partition(".")[0] in given:
-                raise error.moved(f"generation_kwargs.{error.where}") from error
-            raise
 
     def refuse_for_canvas_models(self) -> None:
         """Raise ConfigError for settings that change what a canvas model's steps are conditioned on: draws

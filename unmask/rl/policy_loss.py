@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unmask.diffusion.views import Drawn, MaskRNG, Views
 from unmask.errors import ConfigError
+from unmask.generation.rollout import Rollout
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods.base import (
@@ -23,7 +24,7 @@ from unmask.rl.methods.base import (
     per_token,
 )
 from unmask.rl.methods.masking import weighted_views
-from unmask.rl.rollout import Rollout, Update, learnable
+from unmask.rl.updates import Update, learnable
 from unmask.tensor_checks import check_tensors
 
 

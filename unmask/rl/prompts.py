@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.data.encoding import encode_row
-from unmask.data.formats import is_ids, read_prompt
+from unmask.data.formats import read_prompt
+from unmask.data.prompts import prompt_ids
 from unmask.data.row_store import stored_rows
-from unmask.data.rows import in_order, or_error, required
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import RngStream, sequence_key, uniform
-from unmask.errors import ConfigError, DataError, prepending_place
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
 from unmask.training.config import first_of_stream, row_length
@@ -94,7 +92,8 @@ def prompt_rows(
         dataset,
         unknown,
         max_length=row_length(lm, args),
-        max_completion_length=args.max_completion_length,
+        max_new_tokens=args.max_completion_length,
+        setting="max_completion_length",
         context=lm.context_length,
         where=where,
         variables=args.chat_template_kwargs,
@@ -103,55 +102,6 @@ def prompt_rows(
     stored = stored_rows(ids, {"ids": ["int32"]}, unknown)
     unknown.check(where)
     return PromptRows(dataset, args.num_generations, stored)
-
-
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Iterable[Mapping[str, Any]],
-    unknown: UnknownTokens,
-    *,
-    max_length: int,
-    max_completion_length: int,
-    context: int | None,
-    where: str,
-    variables: Mapping[str, Any] | None,
-    processes: int | None,
-) -> Iterator[dict[str, Any]]:
-    """The tokens of prompts, as rows with `ids`. Errors are those of `prompt_rows`."""
-    encode = partial(or_error, partial(_encoded, tokenizer, variables))
-    for index, found in enumerate(in_order(encode, dataset, processes)):
-        with prepending_place(f"{where}, row {index}"):
-            example, ids = required(found)
-            if not is_ids(example["prompt"]):
-                unknown.count(tokenizer, ids, example)
-            tokens = len(ids) + max_completion_length
-            if tokens > max_length:
-                bound, more = "max_length", f", raise it (training.max_length={tokens})"
-                if max_length == context:
-                    bound, more = "the model's context", ""
-                lower = f" to {max_length - len(ids)}" if max_length > len(ids) else ""
-                raise DataError(
-                    f"{tokens} tokens with the completion, but {bound} is {max_length}",
-                    remedy=f"Lower training.max_completion_length{lower}{more} or drop the row",
-                )
-        yield {"ids": ids}
-    unknown.check(where)
-
-
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None, row: Mapping[str, Any]
-) -> Any:
-    """A prompt in TRL's columns with its ids."""
-    example = read_prompt(_with_variables(row, variables))
-    return example, encode_row(tokenizer, example)
-
-
-def _with_variables(row: Mapping[str, Any], variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A row with variables of the chat template beside those of its column, which come first."""
-    own = row.get("chat_template_kwargs") if variables and isinstance(row, Mapping) else ()
-    if own is None or isinstance(own, Mapping):
-        return {**row, "chat_template_kwargs": {**(variables or {}), **(own or {})}}
-    return row
 
 
 @dataclass(eq=False)

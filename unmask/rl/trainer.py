@@ -26,6 +26,7 @@ from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.http import RemoteError
+from unmask.generation.rollout import Rollout, cut_at_end, make_rollout
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.advantages import advantages, equal_rewards, kept_groups, overlong_penalty
@@ -45,16 +46,8 @@ from unmask.rl.prompts import (
     prompts_per_step,
 )
 from unmask.rl.rewarded import RewardedCompletions, mean_rewards, reward_metrics, rollout_metrics, truncated
-from unmask.rl.rollout import (
-    Rollout,
-    Update,
-    check_views,
-    cut_at_end,
-    learnable,
-    make_rollout,
-    plan_views,
-)
 from unmask.rl.rollout_source import RolloutSource, weights_in_use
+from unmask.rl.updates import Update, check_views, learnable, plan_views
 from unmask.rl.weighted_rewards import (
     RewardFunctions,
     RewardTokenizers,

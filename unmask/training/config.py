@@ -163,7 +163,7 @@ class TrainingConfig(TrainingArguments):
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
 
-    generates: ClassVar[bool] = False  # whether a step samples completions, too
+    reads_rewards: ClassVar[bool] = False
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     given: ClassVar[frozenset[str]]
@@ -369,7 +369,7 @@ class TrainingConfig(TrainingArguments):
         if model.from_scratch and model.device_map:
             where = "model.from_scratch and model.device_map"
             raise ConfigError("new weights are made on one device", where=where, remedy=one)
-        if run.rewards and not self.generates:
+        if run.rewards and not self.reads_rewards:
             raise ConfigError("only grpo reads rewards", where="rewards", remedy="Leave it out")
         if model.quantization and model.device_map:
             where = "model.quantization and model.device_map"
@@ -393,6 +393,11 @@ class TrainingConfig(TrainingArguments):
     def trained_pattern(self, run: RunConfig) -> AttentionName | None:
         """The attention pattern of the trained model; None: as it was saved."""
         return run.model.attention
+
+    @property
+    def generates(self) -> bool:
+        """Whether a step samples completions, too."""
+        return False
 
     @property
     def updates_per_batch(self) -> int:

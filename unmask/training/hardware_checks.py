@@ -218,7 +218,7 @@ def check_split(args: Any, model: TrainedModel) -> None:
             raise ConfigError(what, where=f"model.device_map and {name}", remedy=remedy)
     for what, on in {
         "several processes": args.world_size > 1,
-        "reinforcement learning": args.generates,
+        "rollouts": args.generates,
     }.items():
         if on:
             remedy = "Leave it out" + (

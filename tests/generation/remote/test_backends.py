@@ -50,10 +50,10 @@ from unmask.generation.remote.backends import (
 from unmask.generation.remote.http import RemoteError
 from unmask.generation.remote.protocol import model_facts
 from unmask.generation.requests import make_requests
+from unmask.generation.rollout import make_rollout
 from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
-from unmask.rl.rollout import make_rollout
 from unmask.sandbox.launch import usage_of
 from unmask.serving.app import AppSettings
 

@@ -16,11 +16,12 @@ from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import MaskRNG, Views
 from unmask.generation import sampler
+from unmask.generation.rollout import cut_at_end, make_rollout
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout, get_method
 from unmask.rl.methods.base import averaging_units, settings_of
-from unmask.rl.rollout import cut_at_end, learnable, make_rollout, plan_views
+from unmask.rl.updates import learnable, plan_views
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5], [7, 4], [6, 6]]
 LENGTH = 8

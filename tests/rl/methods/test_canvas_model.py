@@ -13,7 +13,7 @@ from tests.diffusion_gemma import CANVAS, loaded
 from tests.rl.methods.rollouts import keys, plan
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
-from unmask.rl.rollout import cut_at_end, make_rollout
+from unmask.generation.rollout import cut_at_end, make_rollout
 
 PROMPTS = [[4, 5, 6], [7], [9, 8, 7, 6, 5]]
 SETTINGS = {"max_denoising_steps": 4, "entropy_bound": 6.0, "confidence_threshold": 1.5, "t_max": 1.2}

@@ -30,12 +30,12 @@ from unmask.errors import ConfigError, GenerationError
 from unmask.generation import sampler
 from unmask.generation.canvas import CanvasSettings, accept
 from unmask.generation.output import CanvasStep, Generation, Trace
+from unmask.generation.rollout import cut_at_end, make_rollout
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.rl.methods import METHODS, Rollout, get_method
 from unmask.rl.methods.base import Method
 from unmask.rl.policy_loss import policy_loss
-from unmask.rl.rollout import cut_at_end, make_rollout
 
 PATTERNS = {
     "bidirectional": ("bidirectional", None, False),

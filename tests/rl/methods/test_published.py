@@ -24,7 +24,7 @@ from unmask.rl.advantages import advantages
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout
 from unmask.rl.methods.base import averaging_units
-from unmask.rl.rollout import learnable, plan_views
+from unmask.rl.updates import learnable, plan_views
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 IDS_BT, REWARD_B = torch.tensor(PUBLISHED["ids"]), torch.tensor(PUBLISHED["reward"])

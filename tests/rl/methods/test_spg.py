@@ -30,7 +30,7 @@ from tests.tiny import toy_lm
 from unmask.diffusion.views import MaskRNG
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
-from unmask.rl.rollout import plan_views
+from unmask.rl.updates import plan_views
 
 # Views.
 

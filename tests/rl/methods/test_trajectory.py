@@ -39,7 +39,7 @@ from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError
 from unmask.rl.losses import token_weights
 from unmask.rl.methods import LossInputs, get_method
-from unmask.rl.rollout import learnable
+from unmask.rl.updates import learnable
 
 ROOT = Path(__file__).parents[3]
 

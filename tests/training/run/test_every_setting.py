@@ -53,6 +53,8 @@ BASE = {
 GRPO = {"num_generations": 2, "max_completion_length": 4}
 EPOCHS = {"max_steps": -1, "num_train_epochs": 3.0}
 ADAPTIVE = {"masking": "adaptive", "samples": 2}
+WRITTEN = {"lmbda": 0.9, "max_new_tokens": 2}
+VISITED = {"states": "sampler", "distillation": 1.0, "max_new_tokens": 3}
 
 FIRST: dict[str, dict[str, Any]] = {
     "num_train_epochs": EPOCHS,
@@ -76,7 +78,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
     "cart_p": {"weighting": "cart"},
     "teacher_top_k": {"distillation": 0.5},
-    "rollout_tokens": {"on_policy": 0.9, "rollout_tokens": 2},
+    "max_new_tokens": WRITTEN,
     "block_size": {},
     "kl": {"beta": 0.1},
     "kl_to": {"beta": 0.1},
@@ -239,6 +241,7 @@ SECOND: dict[str, Any] = {
         "epsilon_high": 0.5,
         "max_completion_length": 5,
     },
+    **{"start_new_tokens": 2},
 }
 """Another value for settings where `another` finds none."""
 
@@ -278,7 +281,8 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
         lm = [loaded(folder / "base")] if more.pop("of_canvases", False) else []
         return make(verb, folder, *lm, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
-    return ConvertTrainer(llama_lm("causal"), args, train_dataset=TEXTS, eval_dataset=TEXTS[:2])
+    rows = [row | {"prompt": row["text"]} for row in TEXTS]
+    return ConvertTrainer(llama_lm("causal"), args, train_dataset=rows, eval_dataset=rows[:2])
 
 
 def inner(trainer: Any) -> Any:
@@ -297,6 +301,13 @@ FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {
 }
 BY_REWARD = {"metric_for_best_model": "reward"}
 FIRST_OF |= {
+    **{("convert", name): WRITTEN for name in ("temperature", "generation_kwargs")},
+    **{
+        ("convert", name): VISITED
+        for name in ("beta", "reverse_kl_weight", "exclude_im_end", "start_new_tokens")
+    },
+    ("convert", "ramp_steps"): VISITED | {"start_new_tokens": 1},
+    ("convert", "states"): VISITED | {"lmbda": 0.9},
     **{
         ("convert", name): {"attention": "block_causal", "block_size": 4}
         for name in ("block_size", "causal_context")
@@ -623,7 +634,12 @@ WITHOUT_A_DECLARATION = {
         "num_generations",
         "num_iterations",
         "num_timesteps",
-        "on_policy",
+        "lmbda",
+        "states",
+        "start_new_tokens",
+        "ramp_steps",
+        "reverse_kl_weight",
+        "exclude_im_end",
         "optimizer_offload",
     ),
     *(
@@ -646,7 +662,7 @@ WITHOUT_A_DECLARATION = {
         "rollout",
     ),
     *(
-        "rollout_tokens",
+        "max_new_tokens",
         "samples",
         "schedule",
         "logprob_temperature",

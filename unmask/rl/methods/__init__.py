@@ -1,6 +1,7 @@
 """Reinforcement-learning methods: what views hide, and the loss of their log-probabilities. docs/rl.md shows
 how to add one."""
 
+from unmask.generation.rollout import Rollout
 from unmask.rl.methods import coupled, diffu_grpo, sequence, spg, trajectory  # each registers its methods
 from unmask.rl.methods.base import (
     METHODS,
@@ -13,7 +14,6 @@ from unmask.rl.methods.base import (
     register,
     weighted_sum,
 )
-from unmask.rl.rollout import Rollout
 
 __all__ = [
     "METHODS",

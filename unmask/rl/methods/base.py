@@ -18,10 +18,11 @@ from unmask.config.user_code import load_class, naming_setting, refuse_file_alon
 from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import Drawn, MaskRNG, Views
 from unmask.errors import ConfigError, TrainingError, did_you_mean
+from unmask.generation.rollout import Rollout
 from unmask.models.hooks.head import flat_indices
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import Divergence, LossType, clipped_surrogate, kl_divergence
-from unmask.rl.rollout import Rollout, learnable
+from unmask.rl.updates import learnable
 
 EstimatorKind = Literal["token", "mean", "bound"]
 

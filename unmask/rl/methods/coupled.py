@@ -7,9 +7,9 @@ import torch
 
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, columns
+from unmask.generation.rollout import Rollout
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.methods.base import TokenMethod, register
-from unmask.rl.rollout import Rollout
 
 LOW, HIGH = 0.2, 0.8
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from unmask.diffusion.views import MaskRNG, Views, all_masked_views
+from unmask.generation.rollout import Rollout
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import LossType
 from unmask.rl.methods.base import PolicyGradientMethod, TokenMethod, plan_setting, register
-from unmask.rl.rollout import Rollout
 
 
 def completion_hidden(rollout: Rollout, draw: MaskRNG, prompt_mask_rate: float) -> Views:

@@ -27,10 +27,10 @@ from unmask.config.run import NoiseName
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
+from unmask.generation.rollout import Rollout
 from unmask.rl.methods.base import EstimatorKind, get_method
 from unmask.rl.methods.coupled import coupled_views
 from unmask.rl.methods.spg import block_by_block
-from unmask.rl.rollout import Rollout
 
 TABLES = 128
 """Tables of random numbers that are kept: one per inner iteration, stream and power of two of positions."""

@@ -24,6 +24,7 @@ from unmask.diffusion.views import (
     mixed_views,
     pairs_of_counts,
 )
+from unmask.generation.rollout import Rollout
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import MAX_EXPONENT, Divergence, LossType, kl_divergence
 from unmask.rl.methods.base import (
@@ -36,7 +37,6 @@ from unmask.rl.methods.base import (
     register,
     weighted_sum,
 )
-from unmask.rl.rollout import Rollout
 
 
 def random_token_views(

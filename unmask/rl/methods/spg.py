@@ -13,8 +13,8 @@ from torch import Tensor
 
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG, Views, columns, hide
+from unmask.generation.rollout import Rollout
 from unmask.rl.methods.base import Loss, LossInputs, Method, plan_setting, register, weighted_sum
-from unmask.rl.rollout import Rollout
 
 
 def block_by_block(rollout: Rollout, draw: MaskRNG, samples: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import CanvasSteps, Drawn, MaskRNG, Views, columns
+from unmask.generation.rollout import Rollout
 from unmask.rl.advantages import ScaleRewards
 from unmask.rl.losses import LossType
 from unmask.rl.methods.base import (
@@ -42,7 +43,6 @@ from unmask.rl.methods.base import (
     register,
 )
 from unmask.rl.methods.diffu_grpo import completion_hidden
-from unmask.rl.rollout import Rollout
 
 
 def steps_within(rollout: Rollout) -> Tensor:

@@ -7,16 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, rollout_of, stopping
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
+from unmask.generation.rollout import cut_at_end, decoding_blocks, make_rollout
 from unmask.generation.sampler import generate
-from unmask.rl.prompts import PromptRow, PromptRows
-from unmask.rl.rollout import cut_at_end, decoding_blocks, make_rollout
 
 
 def sampled(stop_at_eos: bool):
@@ -113,23 +110,3 @@ def test_the_log_probs_of_another_sampler_are_kept_where_asked_for():
     assert torch.equal(part.sampled_BT, rollout.sampled_BT[1:2]) and torch.equal(
         part.ids_BT, rollout.ids_BT[1:2]
     )
-
-
-ROWS = st.lists(
-    st.dictionaries(st.sampled_from(["a", "b", "sample_id", "repeat"]), st.integers()), min_size=1, max_size=4
-)
-
-
-@given(rows=ROWS, group=st.integers(1, 3))
-def test_rows_have_the_columns_of_all_and_stand_beside_their_places(rows, group):
-    rows = [{"prompt": str(index), **row} for index, row in enumerate(rows)]
-    made = PromptRows(rows, group)
-    names = {name for row in rows for name in row}
-    for index, row in enumerate(rows):
-        for repeat in range(group):
-            found = made[index * group + repeat]
-            assert (
-                found == PromptRow({name: row.get(name) for name in names}, index, repeat)
-                and found.prompt == row["prompt"]
-            )
-    assert len(made) == len(rows) * group and list(rows[0]) == list(made[0].columns)[: len(rows[0])]
