@@ -51,7 +51,7 @@ class Request:
     # for each block the most tokens that each step hides again; (): none
     revisions: tuple[list[int], ...] = ()
     limit: int | None = None  # where the result ends, before the last canvas does; None: at the end
-    canvas_steps: int | None = None  # on canvases of random tokens the most denoising steps of a block
+    max_canvas_steps: int | None = None  # on canvases of random tokens the most denoising steps of a block
 
     @property
     def length(self) -> int:
@@ -66,8 +66,8 @@ class Request:
     @property
     def most_steps(self) -> int:
         """The denoising steps that it takes at most."""
-        if self.canvas_steps is not None:
-            return self.canvas_steps * len(self.blocks)
+        if self.max_canvas_steps is not None:
+            return self.max_canvas_steps * len(self.blocks)
         return sum(self.hidden) if self.counts is None else sum(map(len, self.counts))
 
 
@@ -85,9 +85,9 @@ def _request(
     completion = prompt is not None
     revisions: tuple[list[int], ...] = ()
     counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config, key if completion else 0)
-    canvas_steps = None
+    max_canvas_steps = None
     if lm.noise == "uniform":
-        counts, canvas_steps = None, CanvasSettings.of(lm, config).max_denoising_steps
+        counts, max_canvas_steps = None, CanvasSettings.of(lm, config).max_denoising_steps
     if config.revise is not None and counts is not None:
         planned = [plan_revisions(block, config.revise) for block in counts]
         counts, revisions = [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
@@ -96,7 +96,7 @@ def _request(
     stops = completion and config.stop_at_eos
     limit = start + config.max_new_tokens if completion else None
     return Request(
-        *(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions, limit, canvas_steps)
+        *(known, ids, hidden, start, key, blocks, counts, stops, gaps, revisions, limit, max_canvas_steps)
     )
 
 

@@ -163,11 +163,13 @@ def make_rollout(
         sampled_BT=padded(0.0, (trace.sampled_log_probs for trace in traces), 0.0) if sampled else None,
         one_document=len(set(map(len, ids))) == 1,
         random_tokens=RandomTokens.of(lm) if lm.noise == "uniform" else None,
-        canvas_steps=read_canvas_steps(traces, prompts, ids_BT) if lm.noise == "uniform" else None,
+        canvas_steps=stacked_canvas_steps(traces, prompts, ids_BT) if lm.noise == "uniform" else None,
     )
 
 
-def read_canvas_steps(traces: Sequence[Trace], prompts: Sequence[list[int]], ids_BT: Tensor) -> CanvasSteps:
+def stacked_canvas_steps(
+    traces: Sequence[Trace], prompts: Sequence[list[int]], ids_BT: Tensor
+) -> CanvasSteps:
     """The steps that traces recorded."""
     canvases = [
         [[*steps] for _, steps in groupby(trace.canvas_steps, lambda step: step.start)] for trace in traces

@@ -35,9 +35,9 @@ from unmask.supervised.extra_objective import Objective, ObjectiveLoss, Plan
 
 SAFETY = 1e-4
 """Times are between this and 1 - this, as in the published recipe."""
-ONLY_HERE = ("canvases", "self_conditioning_p", "encoder_loss_weight", "model_prediction_type")
+ONLY_ON_CANVASES = ("canvases", "self_conditioning_p", "encoder_loss_weight", "model_prediction_type")
 """Settings of this objective."""
-NOT_HERE = (
+NOT_ON_CANVASES = (
     *("views", "schedule", "weighting", "num_timesteps", "exact_count", "noise", "canvas_length"),
     *("logprob_batch_size", "loss_type"),
 )

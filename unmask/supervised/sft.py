@@ -27,7 +27,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import ModelSpec
 from unmask.planning.cost_model import Workload
-from unmask.supervised.canvas import NOT_HERE, ONLY_HERE, CanvasObjective, next_tokens
+from unmask.supervised.canvas import NOT_ON_CANVASES, ONLY_ON_CANVASES, CanvasObjective, next_tokens
 from unmask.supervised.extra_objective import Objective
 from unmask.supervised.quality import QualityObjective
 from unmask.supervised.variable_length import GapObjective
@@ -259,7 +259,7 @@ class SFTTrainer(DiffusionTrainer):
             self.objective = QualityObjective(args)
         lm = lm.with_noise(args.noise, args.p_uniform)
         args.check_trained_noise(lm.noise)
-        without_effect = NOT_HERE if lm.canvas else ONLY_HERE
+        without_effect = NOT_ON_CANVASES if lm.canvas else ONLY_ON_CANVASES
         given = [name for name in without_effect if name in args.given]
         # a record of a run names all with their defaults, as it knows no model
         if {*without_effect} <= args.given | args.unread():

@@ -23,7 +23,7 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, TrainingError
 from unmask.preference.config import DPOConfig
 from unmask.rl.config import GRPOConfig
-from unmask.supervised.canvas import ONLY_HERE
+from unmask.supervised.canvas import ONLY_ON_CANVASES
 from unmask.supervised.pretrain import PretrainConfig
 from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
@@ -107,7 +107,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "stale_reference": {},
     "quality_tokens": {"quality_head": "joint"},
     "p_uniform": {"noise": "hybrid"},
-    **{name: {"of_canvases": True} for name in ONLY_HERE},
+    **{name: {"of_canvases": True} for name in ONLY_ON_CANVASES},
 }
 """The settings without which a setting has no effect, or another first value."""
 
@@ -573,7 +573,7 @@ def test_every_field_of_the_installed_transformers_has_a_kind():
 
 
 WITHOUT_A_DECLARATION = {
-    *ONLY_HERE,
+    *ONLY_ON_CANVASES,
     *("chat_template_kwargs", "f_divergence_type", "f_alpha_divergence_coef", "generation_kwargs"),
     *("loss_weights", "min_p", "repetition_penalty", "top_entropy_quantile", "top_k", "top_p"),
     # Settings of Unmask's own: losses, methods, masks, lengths and data.

@@ -63,14 +63,14 @@ def denoise_canvases(
         if is_done:
             sequence.num_hidden = 0
     for sequence, step in recorded:
-        sequence.canvas_steps.append(step)
+        sequence.recorded_steps.append(step)
 
 
 def read_canvas_steps(sequence: SequenceState) -> list[CanvasStep]:
     """The recorded steps of a sequence, on the host."""
-    if not sequence.canvas_steps:
+    if not sequence.recorded_steps:
         return []
-    firsts, tokens, log_probs, temperatures = zip(*sequence.canvas_steps, strict=True)
+    firsts, tokens, log_probs, temperatures = zip(*sequence.recorded_steps, strict=True)
     sizes = [part_2N.shape[1] for part_2N in tokens]
     planes = (*torch.cat(tokens, 1).cpu(), torch.cat(log_probs).cpu())
     columns = ([part_N.tolist() for part_N in plane.split(sizes)] for plane in planes)

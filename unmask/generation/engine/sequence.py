@@ -67,7 +67,7 @@ class SequenceState:
     draft: Draft | None = None  # the predicted states after the next steps
     speculation: Speculation | None = None  # in mode self-speculative
     noise: SequenceNoise | None = None  # its random numbers that are made already
-    canvas_steps: list[RecordedStep] = field(default_factory=list)  # with a trace
+    recorded_steps: list[RecordedStep] = field(default_factory=list)  # with a trace
     num_hidden: int = field(init=False)  # hidden tokens of the current block
 
     def __post_init__(self) -> None:
