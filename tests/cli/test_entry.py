@@ -741,7 +741,7 @@ BARE = [
 def test_settings_are_named_without_their_section(
     verb: str, given: list[str], meant: list[str], stages: list[Any], tmp_path: Path
 ) -> None:
-    place = "training" if verb == "grpo" else "sampler"
+    place = "training" if verb in ("convert", "grpo") else "sampler"  # the temperature of rollouts
     for words in (given, [word.replace("PLACE", place) for word in meant]):
         for around in ([*REQUIRED, str(tmp_path), *words], [*words, *REQUIRED, str(tmp_path)]):
             result = run(verb, *around)
