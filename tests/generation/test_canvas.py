@@ -245,6 +245,8 @@ def test_models_of_hybrid_noise_write_with_masks():
     lm, config = float64_lm("phi", "bidirectional"), SamplerConfig(max_new_tokens=8, steps=4)
     found = unmask.generate(lm.with_noise("hybrid", 0.1), ["abc"], config)
     assert found.tokens == unmask.generate(lm, ["abc"], config).tokens
+    with raises(GenerationError, where="length"):
+        unmask.infill(lm.with_noise("hybrid", 0.1), ["ab<gap>cd"], length="auto")
 
 
 def test_what_reads_masks_is_refused(tmp_path):

@@ -236,8 +236,8 @@ async def _plan_middle(
         lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix))
     )
     exact, most = body.diffusion.length == "exact", min(size, MOST_SEARCHED)
-    if lm.noise == "uniform" and not exact:
-        what = "that of a gap is searched with masks, and this model's canvas has random tokens"
+    if lm.noise != "masked" and not exact:
+        what = f"that of a gap is searched with masks, and this model's noise is {lm.noise}"
         raise GenerationError(what, where="length", remedy="Set it to exact: max_new_tokens are written")
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
     ids, weights = await _with_lengths(context, parts, config, most, "<gap>")
@@ -364,6 +364,10 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: RequestLimits) -> list[
     if len(lengths) != len(segments) - 1:
         what = f"{len(lengths)} for {len(segments) - 1} gaps"
         raise GenerationError(what, where="lengths", remedy="Give one for each gap; null: it is searched")
+    if lm.noise != "masked" and None in lengths:
+        what = f"those of gaps are searched with masks, and this model's noise is {lm.noise}"
+        remedy = "Give segments with the lengths of all gaps, or a mask token for every missing token"
+        raise GenerationError(what, where="lengths", remedy=remedy)
     if body.gap_mark in lm.tokenizer.mask_token:
         raise GenerationError(
             "it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is"
