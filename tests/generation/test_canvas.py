@@ -187,6 +187,7 @@ def test_the_end_token_ends_a_text():
         {"revise": {"by": "probability"}},
         {"reveal_last": [2]},
         {"block_size": 4},
+        {"temperature": 0},
         {"cfg_scale": 1.0},
         {"cache": "dual"},
         {"early_commit": 0.9},
