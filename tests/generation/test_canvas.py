@@ -237,6 +237,16 @@ def test_frames_end_with_the_log_probabilities_of_the_result(kind):
         assert [each.log_prob for each in seen] == result.log_probs[0]
 
 
+@pytest.mark.parametrize(
+    "given", [{"t_max": 1e-40, "t_min": 0}, {"t_max": 9e-7, "t_min": 0}, {"t_min": 1e-9}], ids=str
+)
+def test_temperatures_that_no_number_holds_are_refused_by_name(given):
+    with raises(ConfigError, where=next(iter(given))):
+        SamplerConfig(**given)
+    coldest = SamplerConfig(max_new_tokens=8, t_min=0, t_max=1e-6)
+    assert unmask.generate(canvas_lm(), ["abc"], coldest).tokens[0]
+
+
 def test_temperatures_must_fall():
     with raises(GenerationError, where="t_min"):
         unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, t_min=0.9))

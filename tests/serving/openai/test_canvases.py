@@ -117,7 +117,8 @@ def test_temperature_multiplies_those_of_all_steps(kind, ask):
     assert answered(None) == answered(1) == answered(1.0) == expected()
     assert answered(2.0) == expected(t_min=2 * own.t_min, t_max=2 * own.t_max)
     assert answered(0.5, t_max=3.0) == expected(t_min=own.t_min / 2, t_max=1.5)
-    assert answered(0) == answered(1, t_min=1e-9, t_max=2e-9, entropy_bound=0.0)
+    assert answered(0) == answered(0, t_min=0.9, t_max=3.0) == answered(1, t_min=0.0, t_max=1e-6)
+    assert answered(0) == answered(1, t_min=2e-6, t_max=3e-6, entropy_bound=0.0)
 
 
 @every_kind
@@ -159,6 +160,8 @@ def test_filters_and_bans_are_those_of_generate(kind, ask):
         ({"diffusion": {"cache": "dual"}}, "diffusion.cache", "what can be kept is kept"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "Send 0"),
         ({"diffusion": {"t_max": 0.1}}, "diffusion.t_min", "t_max"),
+        ({"diffusion": {"t_min": 0, "t_max": 1e-40}}, "diffusion.t_max", "0.000001"),
+        ({"diffusion": {"t_min": 1e-9}, "temperature": 1}, "diffusion.t_min", "1e-6 and more"),
     ],
     ids=str,
 )

@@ -59,7 +59,8 @@ JSON_OBJECT = JSON.replace("start: value", "start: object")
 EDIT_MARGIN = 128
 """Tokens by which an edit may be longer than its region: new lines, and the code fence around it."""
 COLDEST = 1e-6
-"""What temperature 0 stands for on a canvas of random tokens."""
+"""The lowest temperature on a canvas of random tokens but 0: with it as `t_max` every step draws the most
+probable tokens."""
 SEEDS = 2**53
 """Seeds that are drawn lie below: JSON of any client reads them exactly."""
 
@@ -495,12 +496,11 @@ def sampler_config(
 
 def _canvas_temperatures(lm: DiffusionLM, temperature: float, given: Mapping[str, Any]) -> dict[str, float]:
     """The temperatures of a canvas's steps for OpenAI's `temperature`, by which they are multiplied: so 1
-    changes nothing. 0 is taken for a factor so small that every step draws the most probable tokens."""
-    own, factor = CanvasSettings.of(lm, SamplerConfig()), max(temperature, COLDEST)
-    return {
-        name: factor * (default if given.get(name) is None else given[name])
-        for name, default in (("t_min", own.t_min), ("t_max", own.t_max))
-    }
+    changes nothing. What becomes colder than `COLDEST` is as cold as that, so that 0 draws the most probable
+    tokens at every step."""
+    own = CanvasSettings.of(lm, SamplerConfig(t_min=given.get("t_min"), t_max=given.get("t_max")))
+    t_min, t_max = temperature * own.t_min, temperature * own.t_max
+    return {"t_min": t_min if t_min >= COLDEST else 0.0, "t_max": max(t_max, COLDEST)}
 
 
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: RequestLimits, prompt_tokens: int) -> int:
