@@ -305,6 +305,13 @@ def test_a_printed_config_loads_back(config: RunConfig) -> None:
     assert RunConfig(**parse_yaml(to_yaml(config), "here")) == config
 
 
+def test_a_temperature_is_printed_where_it_is_given() -> None:
+    """It is refused for models of uniform noise, whichever it is: a record may not give it."""
+    for sampler in ({}, {"steps": 4}, {"temperature": 0.0}):
+        again = RunConfig(**parse_yaml(to_yaml(RunConfig(**RUN, sampler=sampler)), "here"))
+        assert ("temperature" in again.sampler.model_fields_set) == ("temperature" in sampler)
+
+
 @pytest.mark.parametrize(
     "config", [ModelConfig, StartConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig]
 )

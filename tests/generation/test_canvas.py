@@ -187,6 +187,7 @@ def test_the_end_token_ends_a_text():
         {"revise": {"by": "probability"}},
         {"reveal_last": [2]},
         {"block_size": 4},
+        {"temperature": 0},
         {"cfg_scale": 1.0},
         {"cache": "dual"},
         {"early_commit": 0.9},
@@ -236,6 +237,16 @@ def test_frames_end_with_the_log_probabilities_of_the_result(kind):
         assert [each.log_prob for each in seen] == result.log_probs[0]
 
 
+@pytest.mark.parametrize(
+    "given", [{"t_max": 1e-40, "t_min": 0}, {"t_max": 9e-7, "t_min": 0}, {"t_min": 1e-9}], ids=str
+)
+def test_temperatures_that_no_number_holds_are_refused_by_name(given):
+    with raises(ConfigError, where=next(iter(given))):
+        SamplerConfig(**given)
+    coldest = SamplerConfig(max_new_tokens=8, t_min=0, t_max=1e-6)
+    assert unmask.generate(canvas_lm(), ["abc"], coldest).tokens[0]
+
+
 def test_temperatures_must_fall():
     with raises(GenerationError, where="t_min"):
         unmask.generate(canvas_lm(), ["abc"], SamplerConfig(max_new_tokens=8, t_min=0.9))
@@ -245,6 +256,8 @@ def test_models_of_hybrid_noise_write_with_masks():
     lm, config = float64_lm("phi", "bidirectional"), SamplerConfig(max_new_tokens=8, steps=4)
     found = unmask.generate(lm.with_noise("hybrid", 0.1), ["abc"], config)
     assert found.tokens == unmask.generate(lm, ["abc"], config).tokens
+    with raises(GenerationError, where="length"):
+        unmask.infill(lm.with_noise("hybrid", 0.1), ["ab<gap>cd"], length="auto")
 
 
 def test_what_reads_masks_is_refused(tmp_path):

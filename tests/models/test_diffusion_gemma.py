@@ -169,6 +169,9 @@ def test_it_has_no_masks(base):
     assert len(lm.model.get_input_embeddings().weight) == lm.vocab_size == lm.mask_token_id
     with raises(ConfigError, where="noise"):
         lm.with_noise("masked")
+    with raises(ModelError, where="layout") as error:
+        export(lm, base[0] / "out", "llada")
+    assert error.value.remedy == "Use layout hf"
 
 
 def test_images_are_not_trained(base):

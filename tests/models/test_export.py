@@ -112,6 +112,15 @@ def test_what_is_no_stock_causal_model_is_refused(make, tmp_path):
     assert error.value.remedy and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("layout", ["llada", "hf"])
+def test_a_model_of_uniform_noise_has_no_other_layout(layout, tmp_path):
+    lm = tiny_lm("llama", "bidirectional").with_noise("uniform")
+    with raises(ModelError, where="layout") as error:
+        export(lm, tmp_path / "out", layout)
+    assert "unmask serve" in str(error.value.remedy) and "layout" not in str(error.value.remedy)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_line(tmp_path):
     lm = tiny_lm("qwen2", dtype=torch.float32)
     lm.save(tmp_path / "model")

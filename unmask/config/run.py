@@ -327,8 +327,12 @@ def resolve(layers: Layers) -> RunConfig:
 
 def to_yaml(config: Config) -> str:
     """YAML of every field, defaults included, that loads back as the same config, except that secrets are
-    masked."""
-    return dump_yaml(masked(config.model_dump()))
+    masked. A sampler's temperature is left out unless it is given, since models of uniform noise refuse a
+    given one."""
+    values = masked(config.model_dump())
+    if isinstance(config, RunConfig) and "temperature" not in config.sampler.model_fields_set:
+        del values["sampler"]["temperature"]
+    return dump_yaml(values)
 
 
 def check_output_folder(

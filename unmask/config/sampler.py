@@ -104,8 +104,8 @@ class SamplerConfig(Config):
     """Uniform noise: the most denoising steps of a block. Unset: 48."""
     t_min: float | None = Field(default=None, ge=0)
     """Uniform noise: the temperature of the last step, to which it falls from `t_max` in equal parts. Unset:
-    0.4."""
-    t_max: float | None = Field(default=None, gt=0)
+    0.4. Not between 0 and 1e-6."""
+    t_max: float | None = Field(default=None, ge=1e-6)
     """Uniform noise: the temperature before the first step. Unset: 0.8."""
     stability_threshold: int | None = Field(default=None, ge=0)
     """Uniform noise: a block is done when its most probable tokens have not changed for this many steps, and
@@ -231,8 +231,8 @@ class SamplerConfig(Config):
             raise ConfigError(
                 f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them"
             )
-        for name in ("temperature", "order_temperature"):
-            if 0 < getattr(self, name) < 1e-6:
+        for name in ("temperature", "order_temperature", "t_min"):
+            if 0 < (getattr(self, name) or 0) < 1e-6:
                 raise ConfigError(
                     f"{getattr(self, name)} is not valid", where=name, remedy="Use 0, or 1e-6 and more"
                 )

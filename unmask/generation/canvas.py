@@ -107,7 +107,7 @@ class Proposal(NamedTuple):
 
 def check_canvas(lm: DiffusionLM, config: SamplerConfig) -> None:
     """Raise GenerationError for settings that the noise of the model does not have."""
-    given = set(config.of_texts)
+    given = {*config.of_texts, *(config.model_fields_set & {"temperature"})}  # 0 asks for something
     if lm.noise != "uniform":
         for name in CANVAS_FIELDS:
             if name in given:

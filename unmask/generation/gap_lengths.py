@@ -97,7 +97,7 @@ def checked_segments(
     lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str
 ) -> list[list[list[int]]]:
     """The ids between the gaps of each text. Arguments and errors are those of `unmask.infill`."""
-    if lm.noise == "uniform":
+    if lm.noise != "masked":
         what = f"the length of a gap is found with masks, and the model's noise is {lm.noise}"
         raise GenerationError(what, where="length", remedy="Write a mask token for every missing token")
     if lm.attention != "bidirectional":

@@ -65,9 +65,11 @@ def export(
             where="layout",
             remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}",
         )
-    if lm.noise == "uniform" and layout != STOCK_FORMAT:
-        what = f"{layout} models hide tokens behind masks, and this model's noise is {lm.noise}"
-        raise ModelError(what, where="layout", remedy=f"Use layout {STOCK_FORMAT}")
+    if lm.noise == "uniform" and not (layout == STOCK_FORMAT and (lm.canvas or base is not None)):
+        kind = "stock causal" if layout == STOCK_FORMAT else layout
+        what = f"no {kind} model denoises random tokens, and this model's noise is {lm.noise}"
+        own = "Keep the folder as Unmask wrote it, or serve it with `unmask serve`"
+        raise ModelError(what, where="layout", remedy=f"Use layout {STOCK_FORMAT}" if lm.canvas else own)
     if base is not None and layout != STOCK_FORMAT:
         raise ConfigError(
             f"{layout} models have no other towers", where="base", remedy=f"Use layout {STOCK_FORMAT}"

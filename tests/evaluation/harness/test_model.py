@@ -280,10 +280,14 @@ def test_canvases_of_random_tokens(kind, tmp_path):
     texts = generated(model, ["abc", long], **asked)
     assert generated(model, ["abc", long], do_sample=True, **asked) == texts
     assert generated(model, ["abc", long], do_sample=False, temperature=0.7, **asked) == texts
+    assert generated(model, ["abc", long], do_sample=False, temperature=0.0, **asked) == texts
+    assert generated(model, ["abc", long], temperature=0.0, **asked) == texts
     config = SamplerConfig(max_new_tokens=CANVAS + 1, max_denoising_steps=2)
     assert texts[0] == unmask.generate(lm, ["abc"], config).texts[0]
     with raises(GenerationError, where="temperature"):
         generated(model, ["abc"], do_sample=True, temperature=0.7, **asked)
+    with raises(GenerationError, where="temperature"):
+        generated(HarnessLM(lm, samples=8, temperature=0.0), ["abc"], do_sample=False, **asked)
 
 
 def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):

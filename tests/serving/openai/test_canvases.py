@@ -42,8 +42,9 @@ def model(tmp_path_factory):
             lm = load(folder, dtype="float64")
             lm.tokenizer.chat_template = HERMES
             return lm
-        pattern = ("bidirectional", None) if kind == "bidirectional" else ("block_causal", 4)
-        return chat_lm(*pattern, eos_bias=0.5).with_noise("uniform")
+        pattern = ("block_causal", 4) if kind == "blocks" else ("bidirectional", None)
+        noise = ("hybrid", 0.1) if kind == "hybrid noise" else ("uniform",)
+        return chat_lm(*pattern, eos_bias=0.5).with_noise(*noise)
 
     return loaded
 
@@ -116,7 +117,8 @@ def test_temperature_multiplies_those_of_all_steps(kind, ask):
     assert answered(None) == answered(1) == answered(1.0) == expected()
     assert answered(2.0) == expected(t_min=2 * own.t_min, t_max=2 * own.t_max)
     assert answered(0.5, t_max=3.0) == expected(t_min=own.t_min / 2, t_max=1.5)
-    assert answered(0) == answered(1, t_min=1e-9, t_max=2e-9, entropy_bound=0.0)
+    assert answered(0) == answered(0, t_min=0.9, t_max=3.0) == answered(1, t_min=0.0, t_max=1e-6)
+    assert answered(0) == answered(1, t_min=2e-6, t_max=3e-6, entropy_bound=0.0)
 
 
 @every_kind
@@ -158,6 +160,8 @@ def test_filters_and_bans_are_those_of_generate(kind, ask):
         ({"diffusion": {"cache": "dual"}}, "diffusion.cache", "what can be kept is kept"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "Send 0"),
         ({"diffusion": {"t_max": 0.1}}, "diffusion.t_min", "t_max"),
+        ({"diffusion": {"t_min": 0, "t_max": 1e-40}}, "diffusion.t_max", "0.000001"),
+        ({"diffusion": {"t_min": 1e-9}, "temperature": 1}, "diffusion.t_min", "1e-6 and more"),
     ],
     ids=str,
 )
@@ -280,16 +284,35 @@ def test_gaps_are_filled(kind, ask):
         client.post("/infill", body={"model": "tiny", "text": "ab<gap>c"}, cast_to=dict[str, Any])
 
 
-def test_a_suffix_needs_a_gap_of_known_length(ask):
-    client, lm = ask("bidirectional")
+@pytest.mark.parametrize("kind, settings", [("bidirectional", SETTINGS), ("hybrid noise", {"steps": 2})])
+def test_a_suffix_needs_a_gap_of_known_length(kind, settings, ask):
+    client, lm = ask(kind)
     asked = {"model": "tiny", "prompt": "ab", "suffix": "cd", "max_tokens": 5, "seed": 1}
     with pytest.raises(openai.BadRequestError, match="Set it to exact: max_tokens are written") as error:
         client.completions.create(**asked)
     assert error.value.param == "diffusion.length"
-    answer = client.completions.create(**asked, **extra(**SETTINGS, length="exact"))
+    with pytest.raises(openai.BadRequestError, match="Set it to exact: max_tokens are written"):
+        client.post("/fim/completions", body=asked, cast_to=dict[str, Any])
+    answer = client.completions.create(**asked, **extra(**settings, length="exact"))
     text = f"ab{lm.tokenizer.mask_token * 5}cd"
-    [expected] = unmask.infill(lm, [text], SamplerConfig(seed=1, **SETTINGS)).texts
+    [expected] = unmask.infill(lm, [text], SamplerConfig(seed=1, **settings)).texts
     assert answer.choices[0].text == expected[2:-2] and answer.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("kind, settings", [("bidirectional", SETTINGS), ("hybrid noise", {"steps": 2})])
+def test_gaps_need_lengths(kind, settings, ask):
+    client, lm = ask(kind)
+    asked = {"model": "tiny", "seed": 1, "diffusion": settings}
+
+    def filled(**given: Any) -> str:
+        answer = client.post("/infill", body=asked | given, cast_to=dict[str, Any])
+        return answer["choices"][0]["text"]
+
+    for given in ({"text": "ab<gap>cd"}, {"segments": ["ab", "cd"]}):
+        with pytest.raises(openai.BadRequestError, match="Give segments with the lengths of all gaps") as error:
+            filled(**given)
+        assert error.value.param == "lengths"
+    assert filled(segments=["ab", "cd"], lengths=[2]) == filled(text=f"ab{lm.tokenizer.mask_token * 2}cd")
 
 
 @every_kind

@@ -582,7 +582,7 @@ def read_gen_kwargs(
 
     Args:
         random_tokens: whether the model writes on canvases of random tokens. Their steps draw at temperatures
-            of their own, so that `do_sample` changes nothing.
+            of their own, so that neither `do_sample` nor a temperature of 0 changes anything.
 
     Raises:
         ConfigError: an unknown name, a wrong value, two lengths, or sampling at temperature 0.
@@ -600,7 +600,9 @@ def read_gen_kwargs(
     if lengths or "max_new_tokens" not in defaults.model_fields_set:
         settings["max_new_tokens"] = int(next(iter(lengths.values()), DEFAULT_LENGTH))
     sample, temperature = given.get("do_sample"), given.get("temperature")
-    if sample is False:
+    if random_tokens and (sample is False or temperature == 0):
+        settings.pop("temperature", None)
+    elif sample is False:
         settings["temperature"] = 0.0
     elif sample and temperature == 0:
         what = "do_sample with temperature 0 contradict one another"

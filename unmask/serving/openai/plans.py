@@ -59,7 +59,8 @@ JSON_OBJECT = JSON.replace("start: value", "start: object")
 EDIT_MARGIN = 128
 """Tokens by which an edit may be longer than its region: new lines, and the code fence around it."""
 COLDEST = 1e-6
-"""What temperature 0 stands for on a canvas of random tokens."""
+"""The lowest temperature on a canvas of random tokens but 0: with it as `t_max` every step draws the most
+probable tokens."""
 SEEDS = 2**53
 """Seeds that are drawn lie below: JSON of any client reads them exactly."""
 
@@ -236,8 +237,8 @@ async def _plan_middle(
         lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix))
     )
     exact, most = body.diffusion.length == "exact", min(size, MOST_SEARCHED)
-    if lm.noise == "uniform" and not exact:
-        what = "that of a gap is searched with masks, and this model's canvas has random tokens"
+    if lm.noise != "masked" and not exact:
+        what = f"that of a gap is searched with masks, and this model's noise is {lm.noise}"
         raise GenerationError(what, where="length", remedy="Set it to exact: max_new_tokens are written")
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
     ids, weights = await _with_lengths(context, parts, config, most, "<gap>")
@@ -364,6 +365,10 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: RequestLimits) -> list[
     if len(lengths) != len(segments) - 1:
         what = f"{len(lengths)} for {len(segments) - 1} gaps"
         raise GenerationError(what, where="lengths", remedy="Give one for each gap; null: it is searched")
+    if lm.noise != "masked" and None in lengths:
+        what = f"those of gaps are searched with masks, and this model's noise is {lm.noise}"
+        remedy = "Give segments with the lengths of all gaps, or a mask token for every missing token"
+        raise GenerationError(what, where="lengths", remedy=remedy)
     if body.gap_mark in lm.tokenizer.mask_token:
         raise GenerationError(
             "it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is"
@@ -491,12 +496,11 @@ def sampler_config(
 
 def _canvas_temperatures(lm: DiffusionLM, temperature: float, given: Mapping[str, Any]) -> dict[str, float]:
     """The temperatures of a canvas's steps for OpenAI's `temperature`, by which they are multiplied: so 1
-    changes nothing. 0 is taken for a factor so small that every step draws the most probable tokens."""
-    own, factor = CanvasSettings.of(lm, SamplerConfig()), max(temperature, COLDEST)
-    return {
-        name: factor * (default if given.get(name) is None else given[name])
-        for name, default in (("t_min", own.t_min), ("t_max", own.t_max))
-    }
+    changes nothing. What becomes colder than `COLDEST` is as cold as that, so that 0 draws the most probable
+    tokens at every step."""
+    own = CanvasSettings.of(lm, SamplerConfig(t_min=given.get("t_min"), t_max=given.get("t_max")))
+    t_min, t_max = temperature * own.t_min, temperature * own.t_max
+    return {"t_min": t_min if t_min >= COLDEST else 0.0, "t_max": max(t_max, COLDEST)}
 
 
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: RequestLimits, prompt_tokens: int) -> int:
