@@ -309,7 +309,9 @@ def test_gaps_need_lengths(kind, settings, ask):
         return answer["choices"][0]["text"]
 
     for given in ({"text": "ab<gap>cd"}, {"segments": ["ab", "cd"]}):
-        with pytest.raises(openai.BadRequestError, match="Give segments with the lengths of all gaps") as error:
+        with pytest.raises(
+            openai.BadRequestError, match="Give segments with the lengths of all gaps"
+        ) as error:
             filled(**given)
         assert error.value.param == "lengths"
     assert filled(segments=["ab", "cd"], lengths=[2]) == filled(text=f"ab{lm.tokenizer.mask_token * 2}cd")
@@ -342,6 +344,22 @@ def test_the_log_probabilities_of_a_prompt(ask):
     with pytest.raises(openai.BadRequestError, match="Leave out echo or logprobs") as error:
         client.completions.create(**asked, max_tokens=3)
     assert error.value.param == "prompt"
+
+
+def test_a_prompt_is_scored_that_leaves_no_room_for_a_canvas(ask):
+    client, lm = ask("whole canvases")
+    asked = {"model": "tiny", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer = client.completions.create(**asked, prompt=[[5] * CONTEXT, [5, 6]], n=2, **extra(trace=True))
+    assert [len(choice.logprobs.token_logprobs) for choice in answer.choices] == [CONTEXT] * 2 + [2] * 2
+    assert answer.usage.prompt_tokens == CONTEXT + 2 and answer.usage.completion_tokens == 0
+    texts = [choice.text for choice in answer.choices[::2]]
+    assert texts == [lm.tokenizer.decode([5]) * CONTEXT, lm.tokenizer.decode([5, 6])]
+    chunks = client.completions.create(**asked, prompt="abcd", stream=True, **extra(stream="frames"))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "abcd"
+    for prompt in ([5] * (CONTEXT + 1), [5, 10**6]):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.completions.create(**asked, prompt=[[5], prompt], n=2)
+        assert error.value.param == "prompt" and "prompt 1" in str(error.value)
 
 
 @every_kind

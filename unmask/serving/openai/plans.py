@@ -174,8 +174,28 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     encoded = await asyncio.to_thread(
         lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts]
     )
-    plan = await _plan_prompts(context, body, encoded, config)
+    if body.max_tokens == 0:
+        _check_scored(context, encoded, body.n)
+        # what follows is not returned: as few tokens as can be are before it, so that it always has room
+        plan = await _plan_prompts(
+            context, body, [ids[:1] for ids in encoded], config.model_copy(update={"trace": False})
+        )
+        plan = replace(plan, prompt_tokens=sum(map(len, encoded)))
+    else:
+        plan = await _plan_prompts(context, body, encoded, config)
     return await _with_echoes(context, body, prompts, encoded, plan) if body.echo else plan
+
+
+def _check_scored(context: Context, encoded: list[list[int]], answers: int) -> None:
+    """Raise GenerationError for prompts that the model cannot read, with nothing after them."""
+    longest = context.lm.context_length
+    for index, ids in enumerate(encoded):
+        where = f"prompt {index * answers}"
+        if longest is not None and len(ids) > longest:
+            what = f"{len(ids)} prompt tokens exceed the context of {longest}"
+            raise GenerationError(what, where=where, remedy="Shorten the prompt")
+        check_ids(context.lm, ids, where)
+        context.check_length(len(ids))
 
 
 async def _with_echoes(
