@@ -567,7 +567,7 @@ def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "unmask.evaluation.harness",
+        "lm_eval",
         "--model",
         "unmask",
         "--model_args",
