@@ -70,7 +70,8 @@ MIXED = {
 """Sizes of models with recurrent layers."""
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
+@partly_slow("checkpointing", [False, True], 1)
 @partly_slow("name", MIXED, 1)
 def test_memory_and_launches_of_recurrent_layers_are_predicted_within_a_tenth(
     name: str, checkpointing: bool
@@ -166,6 +167,7 @@ def test_a_few_layers_tell_the_time_of_all(
         )
 
 
+@pytest.mark.slow
 def test_steps_of_a_narrow_model_are_timed_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tell the time of many."""
     model, work = llama(64, 2, 64), Workload(batch=256, sequence_length=128)
