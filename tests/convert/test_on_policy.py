@@ -562,7 +562,7 @@ def test_rows_without_prompts_are_refused(rows, where, tmp_path):
         ConvertTrainer(causal_lm(), args, train_dataset=rows)
 
 
-@partly_slow("command", [["--dry-run"], []], 1, ids=["plan", "run"])
+@partly_slow("command", [["--dry-run"], []], ids=["plan", "run"])
 def test_prompts_alone_convert_a_model_on_the_command_line(command, tmp_path):
     llama_lm("causal").save(tmp_path / "causal")
     rows = [{"prompt": text} for text in ("ab", "cab", "fade", "hg")]

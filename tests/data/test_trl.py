@@ -194,7 +194,7 @@ def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
         assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-@partly_slow("template", TEMPLATES, 0, 2)
+@partly_slow("template", TEMPLATES, 0)
 def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
     tokenizer, lm = TOKENIZERS[template], lm_of(TOKENIZERS[template])
     for content, learn in itertools.product(["", None], ["all", "last"]):

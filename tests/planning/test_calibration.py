@@ -167,7 +167,6 @@ def test_a_few_layers_tell_the_time_of_all(
         )
 
 
-@pytest.mark.slow
 def test_steps_of_a_narrow_model_are_timed_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which tell the time of many."""
     model, work = llama(64, 2, 64), Workload(batch=256, sequence_length=128)

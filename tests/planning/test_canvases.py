@@ -188,7 +188,6 @@ def test_what_of_the_published_model_fits_on_one_h200() -> None:
     assert adapters.tokens_per_second is not None and adapters.tokens_per_second > 1000
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.:FutureWarning")
 def test_inspect_plans_it(tmp_path: Path) -> None:
     save_published(tmp_path)

@@ -49,7 +49,8 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
     check_first_updates(method, tmp_path, lm, generation_kwargs=CANVAS)
 
 
-@each_once("method, attention", ["cj-grpo", "trace-rl", "agrpo", "espo"], PATTERNS)
+@every_pattern
+@partly_slow("method", ["cj-grpo", "trace-rl", "agrpo", "espo"], 0)
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(method, attention, tmp_path):
     shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "reward": low_ids, "num_generations": 4}
     shape |= {"difficulty": [-99.0, 99.0]}
