@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -77,6 +78,22 @@ def partly_slow(names: str, values: Iterable[Any], *fast: int, **options: Any) -
     slow = [pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow], id=each.id) for each in given]
     return pytest.mark.parametrize(
         names, [each if index in fast else slow[index] for index, each in enumerate(given)], **options
+    )
+
+
+def each_once(names: str, *axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """All combinations of several parameters. Those are fast that show every value once, beside a value of
+    each other parameter: as many as the longest has values."""
+    values = [[each if isinstance(each, tuple) else (each,) for each in axis] for axis in axes]
+    numbers = list(itertools.product(*(range(len(axis)) for axis in values)))
+    shown = {tuple(turn % len(axis) for axis in values) for turn in range(max(map(len, values)))}
+    return partly_slow(
+        names,
+        [
+            tuple(itertools.chain(*(axis[number] for axis, number in zip(values, each, strict=True))))
+            for each in numbers
+        ],
+        *(index for index, each in enumerate(numbers) if each in shown),
     )
 
 

@@ -34,6 +34,7 @@ from transformers.pipelines import PipelineException
 import unmask
 from tests.diffusion_gemma import save_published
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import KINDS, llama_lm
 from tests.training.tiny_runs import make
 from unmask.auto_classes import UnmaskForMaskedDiffusion
@@ -43,7 +44,12 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind == "bidirectional with a shift"))
+        for kind in KINDS
+    ]
+)
 def saved(request, tmp_path):
     attention, block_size, shift = KINDS[request.param]
     lm = llama_lm(attention, block_size=block_size, logit_shift=shift)
@@ -113,7 +119,7 @@ def test_a_likelihood_as_of_a_causal_model_is_warned_of(saved):
         model.generate(ids, max_new_tokens=3)
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+@partly_slow("how", ["pickle", "torch.save", "deepcopy"], 0, 2)
 def test_it_is_copied_as_any_module(saved, how, tmp_path):
     lm, folder = saved
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -160,7 +166,7 @@ def test_a_loss_is_that_of_the_whole_batch_in_the_trainer_of_transformers(saved,
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("given", ["auto", "stock", "peft", "own"])
+@partly_slow("given", ["auto", "stock", "peft", "own"], 0, 2)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
 def test_embeddings_may_be_resized_for_more_tokens(saved, given, tmp_path):
     lm, folder = saved
@@ -195,7 +201,7 @@ def test_other_processes_refuse_it_without_unmask(saved):
 
 
 @pytest.mark.parametrize("saved", ["blocks of three"], indirect=True)
-@pytest.mark.parametrize("first", ["unmask", "transformers"])
+@partly_slow("first", ["unmask", "transformers"], 0)
 def test_importing_unmask_is_enough(saved, first):
     _, folder = saved
     second = {"unmask": "transformers", "transformers": "unmask"}[first]
@@ -205,7 +211,8 @@ def test_importing_unmask_is_enough(saved, first):
     assert done.stdout == "UnmaskForMaskedDiffusion\n", done.stderr
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@partly_slow(
     "first",
     [
         "import unmask, transformers",
@@ -213,6 +220,7 @@ def test_importing_unmask_is_enough(saved, first):
         "import unmask; from transformers import DiffusionGemmaConfig",
         "from transformers import DiffusionGemmaConfig; import unmask",
     ],
+    3,
 )
 def test_importing_unmask_is_enough_for_diffusion_gemma(first, tmp_path):
     """It is transformers' own, as with AutoModelForMultimodalLM, and is imported when it is needed."""
@@ -379,7 +387,7 @@ def test_a_config_that_is_the_models_own_acts(saved, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which PEFT reads
-@pytest.mark.parametrize("how", ["object", "type of its own", "peft"])
+@partly_slow("how", ["object", "type of its own", "peft"], 0, 2)
 def test_its_own_settings_count_however_it_comes(saved, how):
     lm, folder = saved
     if how == "object":  # as it was saved before it had a type of its own
@@ -398,7 +406,7 @@ def test_its_own_settings_count_however_it_comes(saved, how):
     assert load(folder).settings == lm.settings
 
 
-@pytest.mark.parametrize("way", ["model", "merged", "trained"])
+@partly_slow("way", ["model", "merged", "trained"], 1, 2)
 def test_the_stock_model_inside_is_saved_as_what_it_is(way, saved, tmp_path):
     lm, _ = saved
     out = tmp_path / "out"

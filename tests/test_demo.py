@@ -182,6 +182,7 @@ class Wide(Mirrored):
 than Sudoku's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mirrored", pytest.param("Wide", marks=pytest.mark.slow)])
 def test_a_task_of_ones_own_runs_to_the_end(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

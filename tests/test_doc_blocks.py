@@ -31,7 +31,7 @@ import typer
 from typer.testing import CliRunner
 
 import unmask as package
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from tests.serving.servers import http_post, served
 from tests.tiny import PLAIN_TEMPLATE
 from tests.training.tiny_runs import TINY_DEMO
@@ -190,14 +190,7 @@ def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        block if block.page == "README.md" else pytest.param(block, marks=pytest.mark.slow)
-        for block in COMMANDS
-    ],
-    ids=str,
-)
+@partly_slow("block", COMMANDS, 1, ids=str)  # the whole pipeline, from the README
 def test_commands_can_be_given(block, here, monkeypatch):
     # which makes steps to time this machine
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
@@ -363,7 +356,12 @@ def doing_nothing(command: Callable[..., None]) -> Callable[..., None]:
 PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+@partly_slow(
+    "page",
+    PYTHON,
+    *(number for number, page in enumerate(PYTHON) if page.name not in ("README.md", "losses.md")),
+    ids=lambda page: page.name,
+)
 def test_python_runs(page, here, monkeypatch):
     """The blocks of a page one after the other, with fewer steps; `rows` stands for a data set of one's
     own."""

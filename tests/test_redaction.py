@@ -362,6 +362,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 def test_texts_are_masked_in_a_time_that_their_length_bounds() -> None:
     """Whatever is repeated in them: each takes some 10 ms, and 1 to 20 seconds where the time grows with the
     square."""

@@ -152,6 +152,7 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
 """Rows of which a pair fills twice `max_length`, but for a few tokens."""
 
 
+@pytest.mark.slow
 @partly_slow(
     "attention, more",
     [
@@ -389,7 +390,7 @@ NODE = HardwareConfig(
 )
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@partly_slow("kind", SHARDED, *range(0, len(SHARDED), 2))
 def test_a_sharded_run_is_planned_by_one_process_without_steps(kind, model, text, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "unmask.cli.dry_run.make_trainer", lambda *_, **__: pytest.fail("the model was loaded")

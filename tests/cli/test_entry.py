@@ -609,6 +609,7 @@ def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str) -> None:
     command = [
         "inspect",
@@ -629,6 +630,7 @@ def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str)
     assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
 
 
+@pytest.mark.slow
 def test_inspect_plans_quantized_weights_under_adapters(folder: str) -> None:
     command = [
         "inspect",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import each_once, partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PREFERENCES, make, moved, unmask
 from unmask.cli.margin_variance import (
@@ -50,8 +51,7 @@ def drawn(trainer: DPOTrainer, name: str, views: int, count: int = 300) -> torch
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("noise", ["masked", "uniform"])
+@each_once("noise, name", ["masked", "uniform"], ESTIMATORS)
 def test_every_plan_averages_to_the_same_bound(name, noise, tmp_path):
     """The bound is that of many views of the plan with the least variance."""
     lm = llama_lm().with_noise(noise)
@@ -109,8 +109,8 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("pattern", "exact"), [(("bidirectional", None), None), (("block_causal", 2), 3), (("causal", None), 1)]
+@partly_slow(
+    "pattern, exact", [(("bidirectional", None), None), (("block_causal", 2), 3), (("causal", None), 1)], 1
 )
 def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.cli.margin_variance.TABLE_REDRAWS", 2)

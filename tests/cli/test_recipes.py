@@ -143,7 +143,7 @@ TOGETHER = [(machine, mode) for machine in MACHINES for mode in MODES if (machin
 @pytest.mark.parametrize(
     "cases", [ONE_BY_ONE, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["one by one", "together"]
 )
-@partly_slow("task", TASKS, 0, 2, 5)
+@partly_slow("task", TASKS, 5)
 def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, cases, models):
     for machine, mode in cases:
         trainer = made("grpo", [f"grpo-{task}", machine], mode, models)
@@ -161,7 +161,7 @@ def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
     assert training_arguments("grpo", config).corrects_for_server
 
 
-@partly_slow("recipe", CONVERSIONS, 0, 3)
+@partly_slow("recipe", CONVERSIONS, 0)
 def test_every_recipe_of_a_conversion_goes_with_the_machines_the_modes_and_those_of_memory(recipe, models):
     cases = [([machine], mode) for machine, mode in ONE_BY_ONE]
     cases += [([*machine, beside], None) for beside in MEMORY for machine in ([], ["rtx3090-24gb"])]
@@ -180,7 +180,7 @@ def test_every_recipe_of_preferences_goes_with_the_machines_and_modes(recipe, mo
         assert made("dpo", [recipe], mode, models, **FEW_PAIRS)
 
 
-@pytest.mark.parametrize("recipe", ["sft-s1k", "lora"])
+@partly_slow("recipe", ["sft-s1k", "lora"], 1)
 def test_every_recipe_of_fine_tuning_goes_with_the_machines_and_modes(recipe, models):
     for beside in [[], *([machine] for machine in MACHINES)]:
         assert made("sft", [recipe, *beside], None, models)

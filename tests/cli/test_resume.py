@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests.cli.test_run import PAIR, assert_refused, lines
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.yaml import parse_yaml
@@ -51,8 +52,8 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
     assert "until step" not in (tmp_path / "out/config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("option", "old", "new"),
+@partly_slow(
+    "option, old, new",
     [
         ("training.per_device_train_batch_size=8", "4", "8"),
         ("training.seed=1", "42", "1"),
@@ -60,6 +61,8 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
         ("lora.r=2", "unset", "2"),
         ("training.max_length=64", "1024", "64"),
     ],
+    0,
+    3,
 )
 def test_a_setting_that_makes_another_run_is_refused_and_nothing_is_written(option, old, new, run, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
@@ -68,7 +71,7 @@ def test_a_setting_that_makes_another_run_is_refused_and_nothing_is_written(opti
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
-@pytest.mark.parametrize(("verb", "most"), [("sft", 1), ("convert", 2)])
+@partly_slow("verb, most", [("sft", 1), ("convert", 2)], 1)
 def test_a_checkpoint_is_hashed_once(verb, most, model, tmp_path, monkeypatch):
     stages = ["training.stages=[{}, {}]"] if verb == "convert" else []
     run = [

@@ -13,6 +13,7 @@ from lm_eval.tasks import manager
 
 from tests.cli.test_evaluate import KILLED, lasting, refused, unmask
 from tests.evaluation.harness.local_tasks import TASKS, write_task
+from tests.helpers import partly_slow
 from tests.tiny import toy_lm
 from tests.training.tiny_runs import QUICK
 from unmask.cli.retention import has_exact_likelihoods
@@ -55,6 +56,7 @@ def against(folder: Path, *words: object) -> str:
     )
 
 
+@pytest.mark.slow
 def test_both_models_are_evaluated_and_compared(folder, tmp_path):
     measured = [
         "--task",
@@ -85,7 +87,7 @@ def test_both_models_are_evaluated_and_compared(folder, tmp_path):
         assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / name)
 
 
-@pytest.mark.parametrize(("model", "other"), [("causal", "converted"), ("converted", "causal")])
+@partly_slow("model, other", [("causal", "converted"), ("converted", "causal")], 1)
 def test_samples_of_one_model_of_two_are_a_note(model, other, folder, tmp_path):
     """The one whose likelihoods are exact has no masks to sample."""
     words = [

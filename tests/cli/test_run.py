@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.helpers import REPOSITORY, run_all, shared_path
+from tests.helpers import REPOSITORY, partly_slow, run_all, shared_path
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
@@ -336,9 +336,7 @@ def test_what_no_run_has_written_is_not_replaced(name, model, tmp_path):
     assert content(output) == before
 
 
-@pytest.mark.parametrize(
-    "inside", ["model", "model/sft", "checkpoint-2/deep", "stage-1", ".unfinished", "link"]
-)
+@partly_slow("inside", ["model", "model/sft", "checkpoint-2/deep", "stage-1", ".unfinished", "link"], 0, 3, 5)
 def test_what_a_run_replaces_is_refused_as_the_output_of_another(inside, model, tmp_path):
     run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=2", "--output"]
     assert unmask(*run, tmp_path / "out").exit_code == 0
@@ -466,7 +464,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("verb", "first", "other"), MIXED)
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@partly_slow("suffix", ["json", "jsonl"], 1)
 def test_a_file_of_mixed_layouts_is_refused_with_its_row_or_what_differs_is_left_out(
     suffix, verb, first, other, model, tmp_path
 ):
@@ -515,7 +513,7 @@ def test_verbs_without_answers_write_no_report_of_them(model, text, tmp_path):
     assert not (tmp_path / "out" / "data_report.json").exists()
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "convert", pytest.param("grpo", marks=pytest.mark.slow)])
+@partly_slow("verb", ["pretrain", "convert", pytest.param("grpo", marks=pytest.mark.slow)], 1)
 def test_shown_rows_are_in_the_report_of_the_data(verb, model, text, tmp_path):
     more = ["--data", text, "training.packing=false"] if verb != "grpo" else ["--task", "sudoku", *GRPO]
     steps = ["training.max_steps=10"] if verb == "convert" else []

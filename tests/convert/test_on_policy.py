@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from tests.convert.test_trainer import convert
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import add_to_logits, float64_causal, float64_lm, llama_lm, toy_lm
 from tests.training.tiny_runs import batch, equal, weights
 from unmask.cli import app
@@ -161,9 +162,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "attention", [BLOCKS, {"attention": "bidirectional"}], ids=["blocks", "bidirectional"]
-)
+@partly_slow("attention", [BLOCKS, {"attention": "bidirectional"}], 0, ids=["blocks", "bidirectional"])
 @pytest.mark.parametrize("chosen", LOSSES, ids=str)
 def test_loss_and_gradient_are_the_published_ones(chosen, attention, tmp_path):
     trainer = stage(tmp_path, **{"attention": None, "block_size": None} | attention | chosen)
@@ -219,9 +218,12 @@ def test_a_token_without_probability_in_both_adds_nothing():
 # The states.
 
 
-@pytest.mark.parametrize(
+@partly_slow(
     "sampler",
     [{}, {"remasking": "random"}, {"threshold": 0.3}, {"tokens_per_step": 2}, {"stop_at_eos": False}],
+    0,
+    2,
+    4,
     ids=str,
 )
 @pytest.mark.parametrize(("attention", "size"), [("block_causal", 3), ("bidirectional", None)])
@@ -310,10 +312,11 @@ def paths(
             yield chance * more, last, [rounds, *others]
 
 
-@pytest.mark.parametrize("remasking", ["random", "low_confidence"])
-@pytest.mark.parametrize(
-    ("pattern", "blocks"),
+@partly_slow("remasking", ["random", "low_confidence"], 1)
+@partly_slow(
+    "pattern, blocks",
     [(("block_causal", 3, False), [[2], [3, 4]]), (("bidirectional", None, False), [[2, 3, 4]])],
+    0,
     ids=["blocks", "bidirectional"],
 )
 def test_the_expected_loss_is_that_of_the_states_that_the_sampler_visits(pattern, blocks, remasking):
@@ -424,7 +427,7 @@ def test_the_sampler_is_the_one_that_was_asked_for(tmp_path):
 # Runs.
 
 
-@pytest.mark.parametrize("more", [{}, {"lmbda": 0.5, "start_new_tokens": 3, "ramp_steps": 4}], ids=str)
+@partly_slow("more", [{}, {"lmbda": 0.5, "start_new_tokens": 3, "ramp_steps": 4}], 1, ids=str)
 def test_a_run_resumes_bit_for_bit(more, tmp_path):
     saving = {
         "max_steps": 5,
@@ -453,6 +456,7 @@ def test_accumulating_gradients_changes_nothing(tmp_path):
             torch.testing.assert_close(weight, ends[0][name], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_brings_the_model_to_its_teacher(tmp_path):
     lm = causal_lm()
     trainer = whole(
@@ -558,7 +562,7 @@ def test_rows_without_prompts_are_refused(rows, where, tmp_path):
         ConvertTrainer(causal_lm(), args, train_dataset=rows)
 
 
-@pytest.mark.parametrize("command", [["--dry-run"], []], ids=["plan", "run"])
+@partly_slow("command", [["--dry-run"], []], ids=["plan", "run"])
 def test_prompts_alone_convert_a_model_on_the_command_line(command, tmp_path):
     llama_lm("causal").save(tmp_path / "causal")
     rows = [{"prompt": text} for text in ("ab", "cab", "fade", "hg")]

@@ -250,7 +250,7 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 @partly_slow(
-    "named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"], 1, 2
+    "named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"], 1
 )
 def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, adapters, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}

@@ -316,6 +316,7 @@ def test_the_report_of_stored_rows_is_that_of_made_ones():
     assert first.report.to_dict() == second.report.to_dict()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(home):
     class Corpus:
         def __init__(self, documents):

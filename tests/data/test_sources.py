@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tests.helpers import shared_path
+from tests.helpers import each_once, partly_slow, shared_path
 from unmask.config.run import DataConfig, DataSource
 from unmask.data.sources import (
     load_examples,
@@ -390,8 +390,7 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("suffix", [*CONTENTS, *map(str.upper, CONTENTS)])
+@each_once("suffix, packed", [*CONTENTS, *map(str.upper, CONTENTS)], [False, True])
 def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed, tmp_path):
     content, name = CONTENTS[suffix.lower()].encode(), f"train-0.{suffix}{'.gz' * packed}"
     (tmp_path / "rows").mkdir()
@@ -424,7 +423,7 @@ def test_a_parquet_file_reads_the_same_in_a_folder(name, tmp_path, monkeypatch):
         assert list(load_rows(source)) == list(load_rows(source, streaming=True)) == ROWS
 
 
-@pytest.mark.parametrize("beside", [[], ["a.csv"], ["a.csv", "b.csv"], ["a.txt"]])
+@partly_slow("beside", [[], ["a.csv"], ["a.csv", "b.csv"], ["a.txt"]], 3)
 @pytest.mark.parametrize(
     "name",
     [

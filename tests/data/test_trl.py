@@ -15,6 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.errors import raises
+from tests.helpers import each_once, partly_slow
 from unmask.data.characters import character_tokenizer
 from unmask.data.encoding import encode_prompt, encode_row
 from unmask.data.formats import SUPERVISED, Reader, read_prompt
@@ -157,8 +158,7 @@ def without_tail(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
     return ids[: last + 1]
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("template", TEMPLATES)
+@each_once("template, columns", TEMPLATES, COLUMNS)
 def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
     tokenizer, more = TOKENIZERS[template], COLUMNS[columns]
     shows_tools = (
@@ -194,7 +194,7 @@ def test_a_row_has_the_same_ids_in_every_verb_and_in_trl(template, columns):
         assert ids == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@partly_slow("template", TEMPLATES, 0)
 def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
     tokenizer, lm = TOKENIZERS[template], lm_of(TOKENIZERS[template])
     for content, learn in itertools.product(["", None], ["all", "last"]):
@@ -220,8 +220,7 @@ def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
         )
 
 
-@pytest.mark.parametrize("template", WITH_TOOLS)
-@pytest.mark.parametrize("arguments", ["", "{}", '{"city": "Bern"}'])
+@each_once("arguments, template", ["", "{}", '{"city": "Bern"}'], WITH_TOOLS)
 def test_arguments_in_json_have_the_ids_of_those_in_objects_in_every_verb(template, arguments):
     tokenizer, made = TOKENIZERS[template], []
     for given in (arguments, json.loads(arguments or "{}")):
@@ -235,9 +234,9 @@ def test_arguments_in_json_have_the_ids_of_those_in_objects_in_every_verb(templa
     assert f'": {json.dumps(json.loads(arguments or "{}"))}}}' in tokenizer.decode(made[0]["sft"][0])
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("learn", ["all", "last"])
-@pytest.mark.parametrize("template", TEMPLATES)
+@each_once(
+    "template, learn, name", TEMPLATES, ["all", "last"], ["reasoning_content", "reasoning", "thinking"]
+)
 def test_reasoning_that_the_template_leaves_out_is_refused(template, learn, name):
     lm = lm_of(TOKENIZERS[template])
     answer = said("assistant", "Yes.", **{name: "20 C is warm."})

@@ -3,17 +3,17 @@ before it."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.diffusion_gemma import CANVAS, loaded, published_model
+from tests.helpers import partly_slow
 from unmask.diffusion.likelihood import bound_views, elbo
 from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.mixing import negative_divergence
 from unmask.diffusion.views import MaskRNG
 
 
-@pytest.mark.parametrize("prompt, answer", [(3, CANVAS), (5, 2 * CANVAS), (9, 2 * CANVAS + 3)])
+@partly_slow("prompt, answer", [(3, CANVAS), (5, 2 * CANVAS), (9, 2 * CANVAS + 3)], 2)
 @torch.no_grad()
 def test_the_bound_is_that_of_canvases_after_clean_text(prompt, answer, tmp_path):
     lm, model = loaded(tmp_path / "model"), published_model()

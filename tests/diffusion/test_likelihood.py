@@ -10,7 +10,7 @@ import torch
 
 from tests import enumeration
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.tiny import KINDS, TOY_VOCABULARY, toy_lm
 from unmask.diffusion.likelihood import any_order, elbo, exact_log_likelihood
 from unmask.diffusion.views import MaskRNG, exact_views
@@ -49,6 +49,7 @@ def test_the_exact_likelihood_is_the_mean_over_all_orders(kind):
     )
 
 
+@pytest.mark.slow
 @partly_slow("kind", [*KINDS, "causal"], 0, 1, 5)
 def test_the_probabilities_of_all_completions_sum_to_1(kind):
     lm = toy_lm(attention=("causal", None, True)) if kind == "causal" else toy_lm(kind)
@@ -180,8 +181,7 @@ def test_too_many_orders_are_refused():
     exact_log_likelihood(toy_lm("blocks of three"), ids, None, maskable)  # each block on its own
 
 
-@pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift"])
-@pytest.mark.parametrize("samples", [5, 9, 21])
+@each_once("samples, kind", [5, 9, 21], ["bidirectional", "blocks of three with a shift"])
 def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
     """Its square averages to the variance of the estimate, which is unbiased for an even number of pairs."""
     lm, number = toy_lm(kind), 1500 // samples * 4

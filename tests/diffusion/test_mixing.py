@@ -144,7 +144,7 @@ def test_the_definitions_give_the_known_likelihood_of_masked_noise(toys):
     assert known.bound(Mixing("masked")) == pytest.approx(enumeration.lower_bound(table), abs=1e-6)
 
 
-@mixings
+@partly_slow("mixing", MIXINGS, 0, 1, ids=str)
 def test_the_bound_lies_below_the_exact_likelihood(toys, mixing):
     *_, known = toys
     assert known.bound(mixing) < known.log_likelihood(mixing) - 1e-3
@@ -177,7 +177,7 @@ PLANS = [
 ]
 
 
-@partly_slow("plan", PLANS, 0, 4, ids=str)
+@partly_slow("plan", PLANS, 0, ids=str)
 @partly_slow("mixing", MIXINGS, 1, ids=str)
 @partly_slow("kind", PATTERNS, 0)
 def test_the_mean_of_the_estimates_is_the_bound(kind, mixing, plan):
@@ -191,8 +191,8 @@ def test_the_mean_of_the_estimates_is_the_bound(kind, mixing, plan):
     assert abs(error) < 4.5
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 8])
-@mixings
+@partly_slow("samples", [1, 2, 3, 8], 0, 2)
+@partly_slow("mixing", MIXINGS, 1, ids=str)
 def test_the_bound_of_a_completion_is_estimated_without_bias(mixing, samples):
     """And its standard error is right."""
     lm = toy_lm(attention=PATTERNS["bidirectional"]).with_noise(mixing.name, mixing.p_uniform)

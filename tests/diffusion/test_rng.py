@@ -67,6 +67,7 @@ def test_all_53_bits_are_random():
     assert (shares - 0.5).abs().max() < 5 * 0.5 / math.sqrt(COUNT)
 
 
+@pytest.mark.slow
 def test_streams_seeds_views_steps_and_positions_are_independent():
     samples = [draws(stream=stream) for stream in RngStream] + [
         draws(seed=1),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.enumeration import LENGTH, PROMPT, Listed, bound_of, estimates, listed_counts, tables_of
+from tests.helpers import partly_slow
 from unmask.diffusion.rng import RngStream, uniform
 from unmask.diffusion.schedules import SCHEDULES, Noise, get_schedule
 from unmask.diffusion.views import (
@@ -347,7 +348,7 @@ def test_the_bias_of_leaving_out_the_smallest_times_is_of_their_size(tables, sch
         assert 1e-6 < abs(small) < 3e-3 and 5 < large / small < 20
 
 
-@every_plan
+@partly_slow("plan", PLANS.values(), *range(0, len(PLANS), 3), ids=PLANS.keys())
 def test_with_real_random_numbers_the_average_is_the_same(plan):
     groups, tables = tables_of("blocks of three")
     number = 20_000

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import enumeration
 from tests.errors import raises
-from tests.helpers import partly_slow, shared_path
+from tests.helpers import each_once, partly_slow, shared_path
 from tests.tiny import KINDS, TOY_VOCABULARY, lm_of_tokenizer, toy_lm
 from tests.tokenizers import tokenizer as every_kind
 from unmask import generate, log_likelihood
@@ -80,8 +80,7 @@ def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
     assert (torch.tensor(bounds, dtype=torch.float64) <= exact + 1e-10).all()
 
 
-@pytest.mark.parametrize("estimator", ["exact", "elbo"])
-@pytest.mark.parametrize("kind", [*KINDS, "causal"])
+@each_once("kind, estimator", [*KINDS, "causal"], ["exact", "elbo"])
 def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
     lm = any_toy(kind)
     together = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=5)
@@ -354,7 +353,7 @@ def test_the_likelihood_of_what_a_model_of_stories_writes():
     )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "causal"])
+@partly_slow("kind", [*KINDS, "causal"], 0, 3)
 def test_the_greedy_completion_is_what_generation_writes(kind):
     lm = any_toy(kind)
     for seed in range(6):

@@ -138,7 +138,7 @@ def cut(canvas: list[int], ends: tuple[int, ...]) -> list[int]:
     return canvas[: next((at + 1 for at, token in enumerate(canvas) if token in ends), len(canvas))]
 
 
-@partly_slow("name, task", distinct_samplers(), 0, 2, 4, 6, 8)
+@partly_slow("name, task", distinct_samplers(), 0, 4, 8)
 def test_the_tokens_are_those_of_the_authors_sampler(name, task):
     config, rules = shortened(name, task)
     family = name.partition("/")[0]
@@ -159,6 +159,7 @@ def test_the_tokens_are_those_of_the_authors_sampler(name, task):
     assert naive.generate(lm, PROMPTS[:4], config, KEYS[:4]).tokens == generation.tokens[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_tokens_on_canvases_are_those_of_transformers(tmp_path):
     """Its authors published no other code than `generate`, with these settings as its defaults."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.errors import raises
-from tests.helpers import partly_nightly
+from tests.helpers import partly_nightly, partly_slow
 from unmask.errors import DataError
 from unmask.evaluation import statistics
 from unmask.evaluation.statistics import (
@@ -78,7 +78,7 @@ def coverage(draw, truth: float, trials: int = 2000) -> float:
 
 
 @partly_nightly("count", [5, 10, 50], 3)
-@pytest.mark.parametrize("population", list(POPULATIONS))
+@partly_slow("population", list(POPULATIONS), 0, 3)
 def test_the_interval_of_a_mean_holds_it_as_often_as_it_says(population, count):
     draw, truth = POPULATIONS[population]
     found = coverage(lambda rng: mean_interval(draw(rng, count), range(count)), truth)
@@ -86,7 +86,7 @@ def test_the_interval_of_a_mean_holds_it_as_often_as_it_says(population, count):
 
 
 @partly_nightly("count", [5, 10, 50], 3)
-@pytest.mark.parametrize("population", list(SCORES))
+@partly_slow("population", list(SCORES), 0)
 def test_the_interval_of_a_score_holds_it_at_least_as_often_as_it_says(population, count):
     draw, truth = SCORES[population]
     found = coverage(lambda rng: mean_interval(draw(rng, count), range(count)), truth, trials=600)
@@ -178,6 +178,7 @@ def test_the_interval_of_a_rate_holds_it_as_often_as_it_says(count):
     assert 0.93 <= held.mean() <= 0.97
 
 
+@pytest.mark.slow
 @partly_nightly("count", [5, 10, 40], 3)
 def test_the_interval_of_a_rate_in_groups_holds_it_as_often_as_it_says(count):
     def draw(rng):
@@ -192,6 +193,7 @@ def test_the_interval_of_a_rate_in_groups_holds_it_as_often_as_it_says(count):
     assert rows < 0.9  # rows alone would say too much
 
 
+@pytest.mark.slow
 @partly_nightly("count", [5, 10, 40], 3)
 def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
     def verdicts(rng):

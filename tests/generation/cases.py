@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import strategies as st
 
+from tests.helpers import partly_slow
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
@@ -25,7 +26,7 @@ PATTERNS = [
     ("bidirectional", None),
 ]
 PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
+every_pattern = partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
 
 
 def prompt_lists(shortest: int):

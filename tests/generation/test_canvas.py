@@ -17,7 +17,7 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as pu
 import unmask
 from tests.errors import raises
 from tests.generation.cases import canvas_batches, in_company
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import RngStream, uniform
@@ -109,7 +109,7 @@ SETTINGS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of what transformers imports
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@partly_slow("settings", SETTINGS, 1, 3, 5, 6, 8, ids=str)
 @torch.no_grad()
 def test_tokens_and_steps_are_those_of_transformers(settings):
     lm = canvas_lm()
@@ -122,7 +122,7 @@ def test_tokens_and_steps_are_those_of_transformers(settings):
         assert found.tokens[0] == expected and found.forward_passes == [passes]
 
 
-@pytest.mark.parametrize("kind", PATTERNS)
+@partly_slow("kind", PATTERNS, 0, 3)
 @given(batch=canvas_batches("abcdef"), size=st.integers(1, 3))
 @examples(25)
 def test_sequences_have_the_tokens_of_the_naive_sampler_in_any_company(kind, batch, size):

@@ -82,7 +82,7 @@ def narrow(tmp_path_factory):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(each, marks=[pytest.mark.slow] * (number not in (0, 1, 6)))
+        pytest.param(each, marks=[pytest.mark.slow] * (number not in (0, 1)))
         for number, each in enumerate(SETTINGS)
     ],
     ids=str,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.cases import PROMPTS, every_pattern
+from tests.generation.cases import PATTERNS, PROMPTS, every_pattern
+from tests.helpers import each_once
 from tests.models.test_chat_template import EOS, IM_END, A, write
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -43,8 +43,7 @@ def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
     assert set("".join(generation.texts)) <= set(FLOAT64_ALPHABET)
 
 
-@every_pattern
-@pytest.mark.parametrize("seed", [0, 1])
+@each_once("seed, attention, block_size", [0, 1], PATTERNS)
 def test_stopping_changes_no_token_before_the_first_end(attention, block_size, seed):
     lm, prompts, length = ending(attention, block_size), PROMPTS[:5], 8
     config = SamplerConfig(max_new_tokens=length, temperature=1.5, seed=seed, trace=True)

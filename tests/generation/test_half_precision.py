@@ -42,7 +42,7 @@ def rounded(dtype: torch.dtype, lm: unmask.DiffusionLM) -> tuple[unmask.Diffusio
     return half, full
 
 
-@HALVES
+@partly_slow("dtype", [torch.bfloat16, torch.float16], 0)
 @pytest.mark.parametrize("which", SETTINGS)
 @partly_slow("model", MODELS, 0)
 def test_what_is_drawn_has_the_probabilities_of_32_bits(model, which, dtype):

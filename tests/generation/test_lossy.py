@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.generation.cases import PATTERNS, PROMPTS
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.tiny import float64_lm
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
@@ -18,9 +18,7 @@ from unmask.generation.requests import make_requests
 from unmask.generation.sampler import agreement
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("revise", [None, "probability", "quality"])
+@each_once("revise, cache, logit_shift", [None, "probability", "quality"], ["prefix", "dual"], [False, True])
 @partly_slow("family", ["phi", "gpt2"], 0)
 def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_shift):
     lm = float64_lm(family, "bidirectional", None, logit_shift, quality_head=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.generation.cases import PATTERNS
+from tests.helpers import each_once
 from tests.tiny import add_to_logits, float64_causal, float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.generation import naive, sampler
@@ -43,8 +44,7 @@ def test_causal_decoding_is_that_of_transformers(family, generate):
     assert generation.steps == [list(range(len(tokens))) for tokens in expected]
 
 
-@pytest.mark.parametrize("attention, block_size", PATTERNS)
-@pytest.mark.parametrize("steps", [None, 1, 4, 7])
+@each_once("steps, attention, block_size", [None, 1, 4, 7], PATTERNS)
 def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch):
     lm, seen = float64_lm("phi", attention, block_size), []
     blocks = 1 if attention == "bidirectional" else -(-7 // (block_size or 1))

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.cases import every_pattern
-from tests.helpers import examples, partly_slow
+from tests.generation.cases import PATTERNS
+from tests.helpers import each_once, examples, partly_slow
 from tests.tiny import float64_lm, lm_of_tokenizer
 from tests.tokenizers import KINDS
 from tests.tokenizers import tokenizer as every_kind
@@ -62,8 +62,7 @@ cases = st.builds(
 )
 
 
-@every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, attention, block_size", [False, True], PATTERNS)
 @partly_slow("generate", [sampler.generate, naive.generate], 0)
 @examples(4)
 @given(case=cases, decoding_block=st.sampled_from([None, 1, 2, 4, 8]))

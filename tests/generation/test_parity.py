@@ -156,7 +156,7 @@ def test_the_published_noise_draws_from_the_same_distribution(temperature):
     assert chi_square_is_likely(drawn_V, (logits_V / temperature).softmax(-1).double())
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_p": 0.9, "top_k": 6}])
+@partly_slow("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_p": 0.9, "top_k": 6}], 3)
 @partly_slow("temperature", [0.5, 1.0, 1.3], 2)
 @pytest.mark.parametrize(
     "attention, block_size",

@@ -13,6 +13,7 @@ import unmask
 from tests import enumeration
 from tests.diffusion_gemma import loaded, published_model
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.tiny import KINDS, float64_lm, toy_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
@@ -24,8 +25,7 @@ def measured(lm, ids, top=0):
     return prompt_log_probs(lm, ids, top, lambda part: part())
 
 
-@pytest.mark.parametrize("tokens_per_pass", [1, 30, 10_000])
-@pytest.mark.parametrize("kind", list(KINDS))
+@each_once("kind, tokens_per_pass", list(KINDS), [1, 30, 10_000])
 def test_they_are_those_of_a_text_written_from_left_to_right(kind, tokens_per_pass, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_PASS", tokens_per_pass)
     lm = toy_lm(kind)

@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-@partly_slow("case", CASES, *range(0, len(CASES), 2))
+@partly_slow("case", CASES, *range(0, len(CASES), 4))
 def test_a_published_sampler_gives_these_tokens(case):
     lm = recorded_model(**case["model"])
     config = SamplerConfig(**case["settings"], stop_at_eos=False)

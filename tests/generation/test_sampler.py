@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists
-from tests.helpers import examples, partly_slow
+from tests.helpers import each_once, examples, partly_slow
 from tests.models.configurations import HYBRIDS, InFloat64, tiny_lm
 from tests.tiny import FLOAT64_ALPHABET, float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -59,7 +59,7 @@ def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size
 
 
 @partly_slow("name", list(HYBRIDS), 3)
-@pytest.mark.parametrize("block_size, logit_shift", [(4, False), (3, True)])
+@partly_slow("block_size, logit_shift", [(4, False), (3, True)], 1)
 @examples(20)
 @given(data=st.data())
 def test_the_tokens_of_recurrent_layers_are_those_of_the_naive_sampler(name, block_size, logit_shift, data):
@@ -75,7 +75,7 @@ def test_the_tokens_of_recurrent_layers_are_those_of_the_naive_sampler(name, blo
         assert got == pytest.approx(expected, abs=1e-10)
 
 
-@every_pattern
+@partly_slow("attention, block_size", PATTERNS, 2, 4)
 @partly_slow("temperature", [0.0, 1.0], 1)
 def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, block_size, temperature):
     lm = float64_lm("phi", attention, block_size)
@@ -148,8 +148,11 @@ def test_neither_the_global_generator_nor_dropout_matters():
         assert lm.model.training
 
 
-@every_pattern
-@pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy", "random", "left_to_right"])
+@each_once(
+    "remasking, attention, block_size",
+    ["low_confidence", "margin", "entropy", "random", "left_to_right"],
+    PATTERNS,
+)
 def test_the_mask_token_is_never_produced(attention, block_size, remasking):
     lm = float64_lm("phi", attention, block_size, mask_bias=50.0)
     for temperature in (0.0, 1.0):
@@ -212,8 +215,7 @@ def test_a_model_without_end_tokens_never_stops(generate):
     assert generate(lm, [[4], [5, 6]], SamplerConfig(max_new_tokens=3)).tokens == [[eos] * 3] * 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["phi", "gpt2"])
+@each_once("family, temperature", ["phi", "gpt2"], [0.0, 1.0])
 def test_blocks_of_one_with_a_shift_are_the_causal_model(family, temperature):
     config = SamplerConfig(max_new_tokens=9, temperature=temperature, trace=True)
     causal, blocks = (
@@ -268,8 +270,7 @@ def texts_with_holes(draw, lm):
     return [[4, *text] for text in texts] if lm.logit_shift else texts
 
 
-@every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, attention, block_size", [False, True], PATTERNS)
 @examples(5)
 @given(data=st.data())
 def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_size, data):

@@ -15,7 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from tests.errors import raises
 from tests.generation.cases import PROMPTS, prompt_lists
-from tests.helpers import examples, partly_slow
+from tests.helpers import each_once, examples, partly_slow
 from tests.models.configurations import tiny_lm
 from tests.tiny import float64_causal, float64_lm
 from unmask.config.sampler import DENOISING_FIELDS, SamplerConfig
@@ -75,9 +75,7 @@ def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) ->
     return [kept, *later.tolist()]
 
 
-@partly_slow(
-    "candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (3, 6))], 0, 1
-)
+@partly_slow("candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (3, 6))], 1)
 @partly_slow("target, drafted", DISTRIBUTIONS, 2)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""
@@ -157,8 +155,7 @@ def causal_greedy(lm, prompts, **settings) -> list[list[int]]:
     return naive.generate(lm.as_causal(), prompts, SamplerConfig(**settings)).tokens
 
 
-@pytest.mark.parametrize("family", ["phi", "gpt2"])
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, family", [False, True], ["phi", "gpt2"])
 @examples(5)
 @given(data=st.data())
 def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
@@ -216,7 +213,7 @@ def chi_square(generation, expected) -> float:
     ).pvalue
 
 
-@partly_slow("logit_shift, candidates", [(False, 1), (True, 2), (True, 1), (False, 2), (True, 3)], 1)
+@partly_slow("logit_shift, candidates", [(False, 1), (True, 2), (True, 1), (False, 2), (True, 3)])
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = (

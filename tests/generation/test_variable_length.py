@@ -15,7 +15,7 @@ from torch import nn
 import unmask
 from tests.errors import raises
 from tests.generation.cases import Watch
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.tiny import float64_causal
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
@@ -63,7 +63,7 @@ SETTINGS = [
 ]
 
 
-@partly_slow("settings", SETTINGS, 3, 5, 6, 7, 9, ids=str)
+@partly_slow("settings", SETTINGS, 5, 6, 9, ids=str)
 def test_the_tokens_are_those_of_the_naive_sampler_alone_and_in_a_batch(settings):
     for seed, biases in enumerate([(2.0, 1.0), (1.0, 2.5)]):
         lm, config = filling_lm(*biases, logit_shift=seed > 0), SamplerConfig(seed=seed, **settings)
@@ -82,6 +82,7 @@ def test_the_tokens_are_those_of_the_naive_sampler_alone_and_in_a_batch(settings
         assert alone.tokens == together.tokens[1:2] and alone.gaps == together.gaps[1:2]
 
 
+@pytest.mark.slow
 def test_such_settings_reach_gaps_that_grow_and_gaps_that_shrink(monkeypatch):
     monkeypatch.setattr(variable_length, "FIRST_POSITIONS", 3)
     lengths = Counter[int]()
@@ -142,6 +143,7 @@ def every_text(longest: int) -> list[tuple[int, ...]]:
     return [text for length in range(1, longest + 1) for text in itertools.product((4, 5), repeat=length)]
 
 
+@pytest.mark.slow
 def test_in_the_order_of_the_text_the_tokens_have_the_models_distribution():
     generator = torch.Generator().manual_seed(3)
     lm = Known.of({text: float(torch.rand((), generator=generator)) + 0.05 for text in every_text(3)})
@@ -156,6 +158,7 @@ def test_in_the_order_of_the_text_the_tokens_have_the_models_distribution():
     )
 
 
+@pytest.mark.slow
 def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(monkeypatch):
     """Of texts whose tokens say nothing about the length."""
     weights, count = (1, 3, 2, 1, 4), 800
@@ -175,8 +178,7 @@ def test_a_drawn_length_has_the_models_distribution_whatever_a_gap_begins_with(m
         ), first
 
 
-@pytest.mark.parametrize("remasking", ["low_confidence", "random", "left_to_right"])
-@pytest.mark.parametrize("first", [1, 4, 8])
+@each_once("first, remasking", [1, 4, 8], ["low_confidence", "random", "left_to_right"])
 def test_a_length_that_is_more_probable_than_all_others_is_found(first, remasking, monkeypatch):
     """Whatever a gap begins with, and with any number of tokens a step."""
     monkeypatch.setattr(variable_length, "FIRST_POSITIONS", first)

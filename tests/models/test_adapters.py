@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tests.errors import raises
-from tests.helpers import REPOSITORY, partly_slow
+from tests.helpers import REPOSITORY, each_once, partly_slow
 from tests.models.configurations import (
     ALPHABET,
     CONFIGURATIONS,
@@ -168,8 +168,7 @@ def check_saved(lm: DiffusionLM, folder: Path) -> DiffusionLM:
 
 # of an untied model
 @pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("place", PLACES)
+@each_once("place, tied", PLACES, [True, False])
 def test_the_saved_model_is_the_trained_one(place, tied, tmp_path):
     lm = llama_lm(tie_word_embeddings=tied)
     start = log_probs(lm)
@@ -218,7 +217,7 @@ def refused_on(lm: DiffusionLM, place: str) -> bool:
 @pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
 @pytest.mark.filterwarnings("ignore:ensure_weight_tying=True but the model:UserWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT sets it for GPT-2
-@partly_slow("name", MODELS, *(list(MODELS).index(name) for name in ("gpt2", "phi", "bert")))
+@partly_slow("name", MODELS, list(MODELS).index("gpt2"))
 def test_so_it_is_on_tied_architectures_or_it_is_refused(name, tmp_path):
     for place in ON_MODELS:
         lm = tied_lm(name)
@@ -320,7 +319,7 @@ def test_tied_adapters_of_two_layers_are_refused():
         with_adapters(llama_lm(tie_word_embeddings=True), settings)
 
 
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "zamba2"])
+@partly_slow("name", [name for name in HYBRIDS if name != "zamba2"], *range(0, len(HYBRIDS) - 1, 3))
 def test_all_linear_layers_of_recurrent_models_have_adapters_but_outputs_of_mamba(name):
     adapted = moved(
         with_adapters(

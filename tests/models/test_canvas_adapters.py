@@ -13,6 +13,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedModel
 
 from tests.diffusion_gemma import CANVAS, exact, generated, save_published
 from tests.errors import raises
+from tests.helpers import each_once, partly_slow
 from tests.models.test_diffusion_gemma import PROCESSOR, changed, random_ids
 from tests.training.tiny_runs import prepared
 from unmask.auto_classes import UnmaskForMaskedDiffusion
@@ -116,7 +117,7 @@ def test_attention_and_dense_layers_of_both_stacks_get_adapters(base):
     assert of_encoder[0] is of_decoder[0] and of_encoder[1] is not of_decoder[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@partly_slow("kind", KINDS, *range(0, len(KINDS), 3))
 def test_adapters_are_loaded_as_they_were_saved_also_by_peft_alone(kind, base, tmp_path):
     lm = adapted(base[0], **KINDS[kind])
     before = readings(lm)
@@ -219,8 +220,7 @@ MERGES = {
 }
 
 
-@pytest.mark.parametrize("how", MERGES)
-@pytest.mark.parametrize("part", [*PARTS, "both"])
+@each_once("part, how", [*PARTS, "both"], MERGES)
 def test_adapters_are_never_merged(part, how, base, tmp_path):
     lm = adapted(base[0], target_modules=PARTS.get(part, "all-linear"))
     before = readings(lm)

@@ -13,6 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Entro
 
 from tests.diffusion_gemma import CANVAS, exact, generated, loaded, save_published
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import prepared
 from unmask.cli.run import check_together, training_arguments
 from unmask.config.run import RunConfig, StartConfig
@@ -39,7 +40,7 @@ def random_ids(lm, *shape):
     return torch.randint(lm.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("start", [1, 5, 8, 13])
+@partly_slow("start", [1, 5, 8, 13], 1, 3)
 @pytest.mark.parametrize("conditioned", [False, True])
 @torch.no_grad()
 def test_logits_of_a_canvas_are_those_of_transformers(start, conditioned, base):

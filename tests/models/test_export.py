@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, random_ids, tiny_lm
 from unmask.cli import app
 from unmask.errors import ModelError
@@ -22,7 +23,7 @@ from unmask.models.export import export
 from unmask.models.model_card import HISTORY_KEY
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@partly_slow("name", CONFIGURATIONS, *range(0, len(CONFIGURATIONS), 2))
 def test_plain_transformers_loads_it_and_gives_the_same_logits(name, tmp_path):
     lm = tiny_lm(name)
     setattr(lm.config, HISTORY_KEY, [])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.errors import raises
-from tests.helpers import shared_path
+from tests.helpers import partly_slow, shared_path
 from tests.models.configurations import (
     ALPHABET,
     CONFIGURATIONS,
@@ -64,7 +64,7 @@ def stock(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", NAMES)
+@partly_slow("name", NAMES, *range(0, len(NAMES), 2))
 def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_path):
     save_stock(tmp_path, name)
     for lm in (

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.errors import raises
-from tests.helpers import GPU, REPOSITORY, partly_slow
+from tests.helpers import GPU, REPOSITORY, each_once, partly_slow
 from tests.models.configurations import (
     ALPHABET,
     HYBRIDS,
@@ -68,7 +68,7 @@ def assert_near(found, expected):
             torch.testing.assert_close(one, other, rtol=0, atol=10 * TOLERANCE * scale)
 
 
-@every_type
+@partly_slow("name", HYBRIDS, *range(0, len(HYBRIDS), 2))
 def test_blocks_of_one_token_compute_the_causal_model(name):
     ids_BT = random_ids(2, 11)
     model, lm = tiny_model(name), tiny_lm(name, "block_causal", 1, shift=True)
@@ -86,11 +86,9 @@ def test_blocks_of_one_token_compute_the_causal_model(name):
         )
 
 
-@every_type
+@partly_slow("name", HYBRIDS, *range(1, len(HYBRIDS), 2))
 @partly_slow("copies, block_size, shift", [(1, 4, False), (2, 3, True)], 1)
-@pytest.mark.parametrize(
-    "documents_BT", [torch.ones(2, 9, dtype=torch.long), PACKED], ids=["whole", "packed"]
-)
+@partly_slow("documents_BT", [torch.ones(2, 9, dtype=torch.long), PACKED], 1, ids=["whole", "packed"])
 def test_noised_copies_have_the_loss_and_gradients_of_a_loop(name, copies, block_size, shift, documents_BT):
     lm = tiny_lm(name, "block_causal", block_size, shift=shift)
     count, length = documents_BT.shape
@@ -123,7 +121,7 @@ def test_noised_copies_have_the_loss_and_gradients_of_a_loop(name, copies, block
     assert_near(found, others)
 
 
-@every_type
+@partly_slow("name", HYBRIDS, *range(0, len(HYBRIDS), 2))
 def test_a_noised_block_continues_from_the_models_own_cache(name):
     size, lm = 3, tiny_lm(name, "block_causal", 3)
     ids_1T, hidden_11T = random_ids(1, 9), torch.zeros(1, 1, 9, dtype=torch.bool)
@@ -169,8 +167,7 @@ def test_rows_of_padding_alone_are_computed():
         assert lm.logits(random_ids(1, 10), torch.zeros(1, 10, dtype=torch.long)).shape[:2] == (1, 10)
 
 
-@every_type
-@pytest.mark.parametrize("copies, length", [(1, 40), (2, 33)])
+@each_once("copies, length, name", [(1, 40), (2, 33)], HYBRIDS)
 def test_clean_text_may_be_read_ahead(name, copies, length, monkeypatch):
     lm = tiny_lm(name, "block_causal", 3, shift=True)
     documents_BT = torch.tensor([[1] * 30 + [2] * 10, [1] * 5 + [2] * 34 + [0]])[:, :length]
@@ -243,8 +240,7 @@ def kept_bytes(name, block_size, copies, *, recomputed=False):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@every_type
-@pytest.mark.parametrize("copies", [1, 2])
+@each_once("copies, name", [1, 2], HYBRIDS)
 def test_more_blocks_keep_their_first_states_or_nothing(name, copies, monkeypatch):
     model = tiny_model(name, dtype=torch.float32)
     _, states = RecurrentLayer(recurrent_layers(model)[0]).read(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.helpers import each_once
 from tests.models.released import MIXTURES, write_published, write_tokenizer
 from tests.training.tiny_runs import equal, make, ranks, weights
 from unmask.config.run import LoraSettings
@@ -89,8 +90,7 @@ def test_completions_are_those_of_the_published_sampler(recorded, lm):
 
 
 @pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
-@pytest.mark.parametrize("verb", ["sft", "grpo"])
-@pytest.mark.parametrize("name", list(RECORDED))
+@each_once("name, verb", list(RECORDED), ["sft", "grpo"])
 def test_what_is_trained_goes_back_to_its_layout(name, verb, tmp_path):
     """Every weight is trained, experts and routers among them; the bias that evens the choice of experts is
     not, as published."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.errors import raises
 from tests.generation.cases import every_pattern
+from tests.helpers import partly_slow
 from tests.tiny import adapted, float64_lm, llama_lm, save_adapters
 from tests.training.tiny_runs import moved
 from unmask.errors import ModelError
@@ -55,7 +56,7 @@ def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: Diffusion
 
 
 @pytest.mark.filterwarnings("ignore:.*(eva|is_gradient_checkpointing)")  # of PEFT
-@pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora"])
+@partly_slow("start", [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora"], 0, 2, 4, 6)
 def test_adapters_are_loaded_however_they_started(start, tmp_path: Path) -> None:
     llama_lm().save(tmp_path / "base")
     lm = load(tmp_path / "base")

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.models.configurations import ALPHABET, GROUPED, HEADS, HYBRIDS, VOCABULARY, random_ids
 from unmask.cli import app
 from unmask.data.characters import character_tokenizer
@@ -128,7 +129,7 @@ def test_the_language_model_is_taken(kind, tied, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "llama4"])
-@pytest.mark.parametrize("pattern", [("causal", None), ("block_causal", 4)])
+@partly_slow("pattern", [("causal", None), ("block_causal", 4)], 1)
 def test_an_export_is_the_whole_model(kind, pattern, tmp_path):
     base, ids = save_whole(tmp_path / "base", kind), random_ids(2, 9)
     lm = changed(unmask.load(tmp_path / "base", *pattern))

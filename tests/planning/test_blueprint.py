@@ -149,6 +149,7 @@ def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -
     assert longer == pytest.approx(2 * kept["float32"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size, length", [(3, 60), pytest.param(4, 30, marks=pytest.mark.slow)])
 @partly_slow("name", ["lfm2", "qwen3_5_text", pytest.param("bamba", marks=pytest.mark.nightly)], 0)
 def test_few_layers_and_steps_tell_what_all_take(

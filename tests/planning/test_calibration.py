@@ -70,7 +70,8 @@ MIXED = {
 """Sizes of models with recurrent layers."""
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.slow
+@partly_slow("checkpointing", [False, True], 1)
 @partly_slow("name", MIXED, 1)
 def test_memory_and_launches_of_recurrent_layers_are_predicted_within_a_tenth(
     name: str, checkpointing: bool

@@ -110,7 +110,7 @@ def test_facts_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     assert model.changes() == {}
 
 
-@pytest.mark.parametrize("rank", [None, 4])
+@partly_slow("rank", [None, 4], 1)
 def test_a_step_trains_and_multiplies_what_was_counted(rank: int | None) -> None:
     """The counter of FLOPs leaves out grouped products and, on a CPU, attention."""
     model = tiny(512)
@@ -150,6 +150,7 @@ def test_more_layers_keep_their_kinds() -> None:
     assert [text.per_layer_config[layer].head_dim for layer in range(6)] == [16, 16, 32] * 2
 
 
+@pytest.mark.slow
 def test_the_launches_and_reads_of_a_denoising_step_are_predicted(tmp_path: Path) -> None:
     lm = loaded(tmp_path)
     model = spec(lm.config)

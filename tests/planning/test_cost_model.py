@@ -146,7 +146,7 @@ def test_flops_are_those_of_the_rule_of_thumb() -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 # of GPT-2; PEFT mends it itself
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-@partly_slow("name", NAMES, *range(0, len(NAMES), 2))
+@partly_slow("name", NAMES, *range(0, len(NAMES), 4))
 def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
     from peft import get_peft_model
 

@@ -124,7 +124,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = 
 }
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@partly_slow("layers", [2, 4], 0)
 @pytest.mark.parametrize(
     "case", [case if case == "sft" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
@@ -146,9 +146,10 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
 
 @partly_slow("layers", [2, 4], 1)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-@pytest.mark.parametrize(
+@partly_slow(
     "pattern",
     [BIDIRECTIONAL, ("block_causal", 4), pytest.param(("causal",), marks=pytest.mark.slow)],
+    1,
     ids=["bidirectional", "block_causal", "causal"],
 )
 def test_the_launches_and_reads_of_a_pass_of_generation_are_predicted(

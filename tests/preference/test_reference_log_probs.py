@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PREFERENCES, batch, make
 from unmask.errors import TrainingError
@@ -107,7 +108,7 @@ def test_the_table_of_a_longer_run_serves_a_shorter_one(tmp_path, computed):
 MANY = [PREFERENCES[number % 8] | {"prompt": "abcdefgh"[: 1 + number // 8]} for number in range(64)]
 
 
-@pytest.mark.parametrize("verb", ["dpo", "kto"])
+@partly_slow("verb", ["dpo", "kto"], 0)
 @pytest.mark.parametrize(
     "more", [{"max_steps": 3}, {"max_steps": 19}, {"max_steps": 5, "gradient_accumulation_steps": 2}]
 )

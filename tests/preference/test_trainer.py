@@ -64,7 +64,7 @@ def first_line(folder: Path, **more: Any) -> dict[str, float]:
     ],
     ids=lambda config: "-".join(map(str, config.values())) or "plain",
 )
-@pytest.mark.parametrize("reference", ["stored", "frozen"])
+@partly_slow("reference", ["stored", "frozen"], 0)
 def test_the_first_loss_is_log_2(config, reference, tmp_path):
     config = dict(config)
     pattern, noise = config.pop("lm", ("bidirectional",)), config.pop("noise", "masked")
@@ -276,7 +276,7 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
 
 
 @partly_slow("chunk", [1, 5, None], 1)
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+@partly_slow("loss_type", ["sigmoid", "kto"], 0)
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),
     [
@@ -446,7 +446,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
 # Data and metrics.
 
 
-@pytest.mark.parametrize("reference", ["stored", "frozen"])
+@partly_slow("reference", ["stored", "frozen"], 0)
 def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
     """Its baseline is common to all held-out rows."""
     other, found = moved(llama_lm(dtype=torch.float64), 0.3), []
@@ -501,7 +501,7 @@ def test_training_raises_the_margin_and_the_accuracy(tmp_path):
     assert line["eval_chosen"] > line["eval_rejected"] and line["eval_loss"] < 0.5
 
 
-@pytest.mark.parametrize("kind", ["uniform", "canvas"])
+@partly_slow("kind", ["uniform", "canvas"], 0)
 def test_models_of_random_tokens_learn_preferences(kind, tmp_path):
     """A policy and its reference share times and noise, on the canvases of each answer."""
     lm = loaded(tmp_path / "model") if kind == "canvas" else llama_lm().with_noise("uniform")
@@ -604,7 +604,7 @@ def test_only_adapters_are_trained(tmp_path):
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)"
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-@pytest.mark.parametrize("reference", ["stored", "adapter"])
+@partly_slow("reference", ["stored", "adapter"], 1)
 def test_adapters_on_weights_in_4_bits_are_trained(reference, tmp_path):
     llama_lm(hidden_size=64, intermediate_size=64).save(tmp_path / "model")
     lm = load(tmp_path / "model", quantization="4bit")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import settings
 from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
@@ -122,7 +123,9 @@ def check(mine: Gradients, other: Gradients) -> None:
     assert distance(mine[0], mine[2]) > 1e-2  # the policy has moved
 
 
-@pytest.mark.parametrize(("name", "accumulation"), [*((name, 1) for name in CASES), ("sigmoid", 2)])
+@partly_slow(
+    "name, accumulation", [*((name, 1) for name in CASES), ("sigmoid", 2)], *range(0, len(CASES) + 1, 2)
+)
 def test_gradients_of_pairs_are_those_of_trl(name, accumulation, tmp_path):
     mine, other = CASES[name]
     config = shared(tmp_path, len(PAIRS), accumulation)

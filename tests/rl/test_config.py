@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.tiny_runs import QUICK, SMALL, unmask
 from unmask.artifacts import MetricsLog
@@ -96,7 +96,7 @@ def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_
         GRPOConfig.for_task("sudoko")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@partly_slow("name", METHODS, *range(0, len(METHODS), 2))
 def test_a_recipe_leaves_another_method_its_own_settings(name):
     """Settings that it lacks, and that would be refused, are left out; those that no method owns stay."""
     layers = read_layers(
@@ -185,8 +185,7 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
     return [*masks(views), *made]
 
 
-@partly_slow("name", METHODS, *range(0, len(METHODS), 2))
-@pytest.mark.parametrize("setting", OTHERS)
+@each_once("setting, name", OTHERS, METHODS)
 def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
     base = {} if setting == "beta" else held(name)
     if setting == "use_bias_correction_kl" and base:
@@ -291,7 +290,7 @@ def test_what_a_method_has_filled_in_can_be_read_again(name):
     assert training_arguments("grpo", resolved(run, first)).to_dict() == first.to_dict()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@partly_slow("name", METHODS, *range(0, len(METHODS), 2))
 def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(name):
     """Also the default of the methods that read it; unset is no value."""
     args, ours = GRPOConfig(method=name), {field.name for field in dataclasses.fields(GRPOConfig)}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.convert.test_trainer import convert
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import batch, equal, make, ranks, weights
 from unmask import clear_mask_cache, mask_cache_stats
@@ -60,7 +61,7 @@ def test_training_finds_the_masks_of_unpadded_rows(case, tmp_path):
     assert mask_cache_stats() == {"hits": 0, "misses": 0, "hit_rate": 0.0, "size": 0}
 
 
-@pytest.mark.parametrize("case", CASES)
+@partly_slow("case", CASES, *range(0, len(CASES), 2))
 def test_a_run_is_the_same_bit_for_bit_with_masks_made_in_each_step(case, tmp_path, monkeypatch):
     kept = trainer_of(case, tmp_path / "kept")
     kept.train()

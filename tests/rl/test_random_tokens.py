@@ -11,6 +11,7 @@ import torch
 
 from tests.diffusion_gemma import loaded
 from tests.errors import raises
+from tests.helpers import each_once, partly_slow
 from tests.rl.updates import RATIOS, check_first_updates
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, share_of_a, weights
@@ -42,15 +43,14 @@ def made(folder: Path, method: str, lm: DiffusionLM | None = None, **more: Any) 
     return trainer
 
 
-@pytest.mark.parametrize("attention", [*PATTERNS, "DiffusionGemma"])
-@pytest.mark.parametrize("method", [name for name in FITTING if name in RATIOS])
+@each_once("method, attention", [name for name in FITTING if name in RATIOS], [*PATTERNS, "DiffusionGemma"])
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
     lm = canvas_lm(attention, tmp_path / "gemma", attention_dropout=0.3)
     check_first_updates(method, tmp_path, lm, generation_kwargs=CANVAS)
 
 
 @every_pattern
-@pytest.mark.parametrize("method", ["cj-grpo", "trace-rl", "agrpo", "espo"])
+@partly_slow("method", ["cj-grpo", "trace-rl", "agrpo", "espo"], 0)
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(method, attention, tmp_path):
     shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "reward": low_ids, "num_generations": 4}
     shape |= {"difficulty": [-99.0, 99.0]}
@@ -65,13 +65,15 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(method, attention, tmp_
     assert not equal(trained[0], weights(canvas_lm(attention, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize(
+@partly_slow(
     "method, attention",
     [
         *((name, "bidirectional") for name in FITTING),
         ("cj-grpo", "DiffusionGemma"),
         ("bgpo", "DiffusionGemma"),
     ],
+    0,
+    4,
 )
 def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(method, attention, tmp_path):
     shape = {"reward": ranks, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
@@ -85,7 +87,7 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(method, attenti
     assert not equal(weights(whole.lm), weights(lms[2]))
 
 
-@pytest.mark.parametrize("method", ["agrpo", "espo"])
+@partly_slow("method", ["agrpo", "espo"])
 def test_a_letter_is_learned_from_its_reward(method, tmp_path):
     shape = {"max_steps": 30, "per_device_train_batch_size": 16, "num_generations": 8, "learning_rate": 2e-2}
     trainer = made(tmp_path, method, reward=share_of_a, lr_scheduler_type="constant", **shape)

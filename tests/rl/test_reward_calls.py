@@ -47,6 +47,7 @@ def test_programs_that_hang_do_not_outlive_their_batch(pool):
     assert totals(rewards, [DOUBLE] * 4) == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_answers_that_hang_do_not_outlive_their_batch(monkeypatch):
     calls = []
 

@@ -401,7 +401,7 @@ def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_a
     assert [version for version, keys in server.sampled if len(keys) == 1] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("failing", [1, 3])
+@partly_slow("failing", [1, 3], 1)
 def test_a_server_that_fails_in_the_background_stops_the_run_with_a_checkpoint(failing, tmp_path):
     shape = {"max_steps": 5, "max_staleness": 1, "reward": ranks, "learning_rate": 3e-2}
     straight = trainer_of(CopyServer(), tmp_path / "straight", **shape)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, weights
 from unmask.config.sampler import SamplerConfig
@@ -83,7 +84,7 @@ def rollouts(
     return made, weights(lm)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@partly_slow("method", METHODS, METHODS.index("diffu-grpo"))
 def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tmp_path):
     shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "method": method}
     made, trained = rollouts(tmp_path, 8, 1, **shape)
@@ -439,6 +440,7 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
 QUICK = ("diffu-grpo", "spg", "trace-rl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS]
 )
@@ -875,7 +877,7 @@ def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
     assert resumed.state.global_step == 8
 
 
-@pytest.mark.parametrize("errors", ["unscored", "raise"])  # None is no error
+@partly_slow("errors", ["unscored", "raise"], 0)
 @pytest.mark.parametrize(
     ("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)]
 )

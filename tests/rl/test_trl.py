@@ -219,6 +219,6 @@ def test_gradients_of_each_reduction_are_those_of_trl(name, accumulation, beta, 
     check(REDUCTIONS[name], tmp_path, accumulation, beta)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@partly_slow("name", SETTINGS, *range(0, len(SETTINGS), 2))
 def test_gradients_of_each_setting_are_those_of_trl(name, tmp_path):
     check(SETTINGS[name], tmp_path, accumulation=2, beta=0.04)

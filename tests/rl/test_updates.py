@@ -12,7 +12,7 @@ from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, make, ranks
 
 
-@pytest.mark.parametrize("method", RATIOS)
+@partly_slow("method", RATIOS, *range(0, len(RATIOS), 2))
 @partly_slow("attention", ["bidirectional", "block_causal", "causal"], 1)
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
     lm = llama_lm(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)

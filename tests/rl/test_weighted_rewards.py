@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from transformers import TrainerState
 
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.rl.config import GRPOConfig
@@ -164,8 +164,7 @@ def raises(completions, **_):
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", ["forks", "later", "slow", "raises"])
+@each_once("name, workers", ["forks", "later", "slow", "raises"], [0, 1])
 def test_a_function_that_forks_answers_once(tmp_path, workers, name):
     (tmp_path / "forking.py").write_text(FORKS)
     rewards, own = Rewards(f"{tmp_path}/forking.py:{name}", workers=workers, seconds=20), os.getpid()

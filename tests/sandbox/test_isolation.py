@@ -16,7 +16,7 @@ import time
 import pytest
 
 from tests.errors import raises
-from tests.helpers import require_sandbox
+from tests.helpers import partly_slow, require_sandbox
 from unmask.rewards import program
 from unmask.sandbox import isolation
 from unmask.sandbox.isolation import FIRST_UID, LAYERS, Host, SandboxError, SandboxLimits, probe
@@ -179,7 +179,7 @@ def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
         assert foreign.is_dir()
 
 
-@pytest.mark.parametrize("copied", [True, False])
+@partly_slow("copied", [True, False], 0)
 def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, tmp_path, copied):
     """As pyenv and conda install it: only its binary and its library are in the sandbox, copied there or
     linked."""

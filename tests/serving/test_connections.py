@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tests.helpers import each_once, partly_slow
 from tests.serving.servers import connect, listening, read_all
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
 from unmask.serving.limits import RequestLimits
@@ -126,8 +127,7 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
         assert len(httpx.get(f"{url}/large").content) == LARGE + 4
 
 
-@pytest.mark.parametrize("path, size", [("40000", 40_000), ("large", LARGE)])
-@pytest.mark.parametrize("reads", [False, True])
+@each_once("reads, path, size", [False, True], [("40000", 40_000), ("large", LARGE)])
 def test_who_reads_a_byte_now_and_then_is_cut_off(path: str, size: int, reads: bool) -> None:
     """Also where the connection has all of the answer, so that the application has ended."""
     with serving(application, buffer=4096) as (url, server), socket.socket() as slow:
@@ -239,8 +239,7 @@ class Waiting:
         await send({"type": "http.response.body", "body": b""})
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.0"])
-@pytest.mark.parametrize("path", ["whole", "stream", "begun"])
+@each_once("path, version", ["whole", "stream", "begun"], ["1.1", "1.0"])
 def test_who_closes_its_half_of_a_connection_is_answered(path: str, version: str) -> None:
     app = Waiting()
     with serving(app, ConnectionLimits()) as (url, _), connect(url) as client:
@@ -266,7 +265,7 @@ def test_all_requests_before_half_a_close_are_answered() -> None:
         assert read_all(client).count(b"done") == 3
 
 
-@pytest.mark.parametrize("path", ["whole", "stream", "begun"])
+@partly_slow("path", ["whole", "stream", "begun"], 1)
 def test_who_closes_both_halves_has_gone_although_it_has_read_all(path: str) -> None:
     app = Waiting()
     with serving(app, ConnectionLimits()) as (url, _):

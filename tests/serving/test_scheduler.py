@@ -143,9 +143,9 @@ class Clock:
         patch.setattr("unmask.serving.scheduler.monotonic", lambda: self.now)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@partly_slow("batch_size", [1, 3], 1)
 @pytest.mark.parametrize("sizes", [[12], [24, 8]])
-@pytest.mark.parametrize("before", [0, 6])
+@partly_slow("before", [0, 6], 1)
 def test_a_refusal_tells_how_long_what_waits_takes(
     batch_size: int, sizes: list[int], before: int, stalled: Stall, monkeypatch: pytest.MonkeyPatch
 ) -> None:

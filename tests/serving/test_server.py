@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.serving.commands import command
 from tests.serving.servers import connect, http_get, http_post, posted, served, serving
 from tests.serving.workers.local import serving_locally
@@ -211,8 +212,7 @@ PREPARED: dict[str, tuple[str, dict[str, Any]]] = {
 """What is done with a request before its sequences wait."""
 
 
-@pytest.mark.parametrize("stage", [*PREPARED])
-@pytest.mark.parametrize("workers", [False, True])
+@each_once("workers, stage", [False, True], [*PREPARED])
 def test_requests_that_are_prepared_when_the_signal_comes_are_answered(
     stage: str, workers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

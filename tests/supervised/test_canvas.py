@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests import tiny
 from tests.diffusion_gemma import CANVAS, exact, exact_models, loaded, published_model
 from tests.errors import raises
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.diffusion.rng import RngStream
 from unmask.diffusion.views import MaskRNG
 from unmask.errors import ConfigError
@@ -211,6 +211,7 @@ def small(tmp_path):
     return loaded(tmp_path / "small")
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_answer(small, tmp_path):
     trainer = trained(small, tmp_path / "run", max_steps=60, per_device_train_batch_size=12)
     losses = [entry["cross_entropy"] for entry in trainer.state.log_history if "cross_entropy" in entry]
@@ -224,7 +225,7 @@ def test_a_model_learns_to_answer(small, tmp_path):
     assert not torch.equal(after["lm_head.weight"], fresh["lm_head.weight"])
 
 
-@pytest.mark.parametrize("canvases", ["one", "all"])
+@partly_slow("canvases", ["one", "all"], 1)
 def test_a_held_out_loss_is_that_of_all_rows_whatever_the_batch(canvases, small, tmp_path):
     losses = []
     for size in (1, 3, 24):
@@ -251,9 +252,10 @@ def test_a_compiled_model_trains_alike(canvases, tmp_path):
         torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@partly_slow(
     "settings",
     [{}, {"canvases": "all"}, {"packing": True, "max_length": 32}, {"self_conditioning_p": 0.0}],
+    2,
     ids=str,
 )
 def test_accumulated_micro_batches_are_one_batch(settings, tmp_path):

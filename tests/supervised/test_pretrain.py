@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 
 import unmask
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import TEXTS, batch, equal, make, weights
 from unmask.errors import ConfigError, DataError, ModelError
@@ -78,8 +79,7 @@ def stream():
     return IterableDataset.from_generator(lambda: iter(TEXTS)).shuffle(seed=0, buffer_size=5)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("workers", [0, 1])
+@each_once("workers, packing", [0, 1], [True, False])
 def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_path):
     # Seven steps of two batches of three rows: several passes over the stream, which ends in the middle of a
     # batch.
@@ -172,8 +172,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
         make("pretrain", tmp_path, rows=stream(), text_column="story")
 
 
-@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
-@pytest.mark.parametrize("noise", ["masked", "uniform", "hybrid"])
+@each_once("noise, attention", ["masked", "uniform", "hybrid"], ["bidirectional", "block_causal"])
 def test_a_diffusion_model_can_be_trained_from_the_start(attention, noise, tmp_path):
     rows = [{"text": "abcdefgh"}] * 8
     trainer = make("pretrain", tmp_path, rows=rows, noise=noise, attention=attention, max_steps=60)

@@ -267,6 +267,7 @@ def test_rows_that_cannot_be_learnt_are_named(row, where, tmp_path):
         make("sft", tmp_path, rows=[PAIRS[0], row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

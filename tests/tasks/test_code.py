@@ -145,6 +145,7 @@ def test_a_table_of_what_mbpp_shows_does_not_pass():
     assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
 
 
+@pytest.mark.slow
 def test_no_test_that_mbpp_hides_follows_from_what_it_shows():
     """Calls and results are read as values: none that decides is shown in another spelling, and what is left
     has no one answer."""
@@ -216,6 +217,7 @@ def test_challenges_decide_too_and_a_single_test_is_not_shown():
     ]
 
 
+@pytest.mark.slow
 def test_no_test_compares_a_candidate_with_itself():
     for name, file in (("humaneval", HUMANEVAL[1]), ("mbpp", "mbpp.jsonl")):
         _, rows = read(name, name, file)

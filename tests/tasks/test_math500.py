@@ -45,6 +45,7 @@ def paid(parts_of):
     ]
 
 
+@pytest.mark.slow
 def test_no_formula_of_a_problem_answers_it():
     count, wrongly = paid(lambda formula: [formula.strip()])
     assert count > 1000 and wrongly == []

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.errors import raises
-from tests.helpers import read_task, shared_path
+from tests.helpers import each_once, read_task, shared_path
 from unmask.errors import DataError
 from unmask.tasks import get_rewards, get_task
 
@@ -43,8 +43,7 @@ def test_every_row_is_read(name, file, count):
         assert json.loads(json.dumps(row)) == row
 
 
-@pytest.mark.parametrize(("name", "file", "count"), FILES)
-@pytest.mark.parametrize("style", ["plain", "chat"])
+@each_once("style, name, file, count", ["plain", "chat"], FILES)
 def test_right_answers_are_right_and_those_of_the_next_row_are_not(name, file, count, style):
     task = get_task(name)
     rows = read_task(task, shared_path("data", *file.split("/")))[:400]

@@ -18,6 +18,7 @@ from transformers import LlamaForSequenceClassification, TrainingArguments
 
 import unmask
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.tiny import adapted, build_config, llama_causal, llama_lm
 from tests.training.tiny_runs import (
     PAIRS,
@@ -280,8 +281,7 @@ def test_reward_processing_classes_that_fit_no_model_are_refused(classifier, tmp
 # Rows.
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
-@pytest.mark.parametrize("kind", [dict, DatasetDict])
+@each_once("kind, verb", [dict, DatasetDict], ["pretrain", "sft", "dpo", "kto", "grpo"])
 def test_held_out_sets_have_metrics_of_their_own(verb, kind, tmp_path):
     rows = ROWS[verb]
     sets = {"few": rows[:3], "more": rows[2:]}

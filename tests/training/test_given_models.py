@@ -10,6 +10,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningCo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.tiny import float64_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
 from unmask.convert.config import ConvertConfig
@@ -66,8 +67,7 @@ def folders(tmp_path):
     return tmp_path / "model", tmp_path / "adapters"
 
 
-@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
-@pytest.mark.parametrize("saved", ["block_causal", "causal"])
+@each_once("saved, attention", ["block_causal", "causal"], ["bidirectional", "block_causal", "causal"])
 def test_a_model_keeps_the_pattern_that_it_was_loaded_with(saved, attention, tmp_path):
     size = {"block_size": 2}
     llama_lm(saved, **size if saved == "block_causal" else {}).save(tmp_path / "model")
@@ -95,8 +95,7 @@ FORMS = {
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("verb", VERBS)
+@each_once("verb, form", VERBS, FORMS)
 def test_every_trainer_takes_every_form(verb, form, folders, tmp_path):
     more = {"processing_class": AutoTokenizer.from_pretrained(folders[0])}
     model = FORMS[form](*folders)
@@ -160,8 +159,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("form", FROZEN)
-@pytest.mark.parametrize("verb", VERBS)
+@each_once("verb, form", VERBS, FROZEN)
 def test_frozen_models_are_refused_before_training(verb, form, folders, tmp_path):
     where = "lora (peft_config), target_modules or modules_to_save" if form == "adapters" else "model"
     with raises(ConfigError, where=where):
@@ -197,9 +195,7 @@ def test_a_table_with_adapters_gets_no_mask_token(tmp_path):
         prepared("sft", tmp_path, adapted, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+@each_once("verb, way, adapters", ["sft", "dpo", "grpo"], WAYS, [False, True])
 def test_its_own_settings_count(verb, way, adapters, tmp_path):
     lm = llama_lm("block_causal", block_size=2)
     lm.save(tmp_path / "model")

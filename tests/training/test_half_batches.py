@@ -36,7 +36,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int 
     monkeypatch.setattr(DiffusionTrainer, "micro_step", stepping)
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
+@partly_slow("verb", ["pretrain", "sft", "dpo", "kto", "grpo"], 1, 4)
 @partly_slow("call", [3, 4], 1)  # the first and the second micro-batch of the second step
 def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding(
     verb, call, tmp_path, monkeypatch
@@ -75,7 +75,8 @@ def test_a_memory_that_is_full_again_is_an_error(tmp_path, monkeypatch):
         make("sft", tmp_path, **RUN).train()
 
 
-@pytest.mark.parametrize("method", ["cj-grpo", "agrpo"])
+@pytest.mark.slow
+@partly_slow("method", ["cj-grpo", "agrpo"], 1)
 def test_halves_of_canvases_are_conditioned_as_the_whole(method, tmp_path, monkeypatch):
     save_published(tmp_path / "base", canvas=2)
     more = {"generation_kwargs": {"max_denoising_steps": 4, "entropy_bound": 2.0}, "reward": ranks}

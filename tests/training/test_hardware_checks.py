@@ -19,7 +19,7 @@ from torch._dynamo.backends import registry
 from transformers import training_args
 
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.models.kernels.test_flash import by_definition
 from tests.tiny import llama_lm, quantizable_llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, weights
@@ -189,8 +189,7 @@ def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path)
 # Activation checkpointing
 
 
-@pytest.mark.parametrize("verb", TRAINERS)
-@pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
+@each_once("attention, block_size, verb", ATTENTIONS, TRAINERS)
 def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(
     attention, block_size, verb, tmp_path
 ):
@@ -404,6 +403,7 @@ def test_a_compiled_model_that_a_trainer_is_given_runs_compiled(verb, tmp_path):
     assert modes.model is stays
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("dynamo_as_it_was")
 @partly_slow("place", ["trainer.lm", "conversion", "conversion.lm"], 0)
 def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path):
@@ -573,7 +573,7 @@ def test_pinned_memory_and_asynchronous_copies_reach_the_loader(verb, tmp_path):
     assert loader.base_dataloader.pin_memory and loader._non_blocking
 
 
-@pytest.mark.parametrize("verb", TRAINERS)
+@partly_slow("verb", TRAINERS, 0)
 def test_rows_are_read_by_as_many_workers_as_asked_for_and_are_the_same(verb, tmp_path):
     plain, trainer = prepared(verb, tmp_path), prepared(verb, tmp_path, dataloader_num_workers=2)
     assert losses(trainer) == losses(plain)

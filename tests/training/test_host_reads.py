@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.dispatch_counts import Counts
@@ -51,6 +52,7 @@ def test_steps_of_fine_tuning(tmp_path):
     assert reads <= 2 and operations <= 1600
 
 
+@pytest.mark.slow
 def test_steps_of_preference_optimization(tmp_path):
     """Eight views, which share passes where they are short; also against a reference that is not stored."""
     rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]

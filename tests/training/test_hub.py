@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.hub import TOKEN, Hub, running
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, prepared, settings, unmask, weights
@@ -81,7 +81,7 @@ PUSHED = [
 ]
 
 
-@partly_slow("verb, kind", PUSHED, *range(7))
+@partly_slow("verb, kind", PUSHED, 2, 4)
 def test_the_pushed_model_is_the_trained_one(verb, kind, hub, base, causal, tmp_path):
     start = str(causal if verb in ("pretrain", "convert") else base)
     trainer = trainer_of(verb, tmp_path / "run", start, adapters=kind != "whole")
@@ -106,8 +106,7 @@ def test_the_pushed_model_is_the_trained_one(verb, kind, hub, base, causal, tmp_
     assert f'unmask.load("{NAME}")' in files["README.md"].decode()
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+@each_once("strategy, adapters", ["end", "every_save", "checkpoint", "all_checkpoints"], [False, True])
 def test_a_strategy_uploads_what_it_says(strategy, adapters, hub, base, tmp_path):
     more = {"save_strategy": "steps", "save_steps": 1, "hub_always_push": True, "hub_token": TOKEN}
     trainer = trainer_of("sft", tmp_path / "run", str(base), adapters=adapters, hub_strategy=strategy, **more)
@@ -149,6 +148,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_on_the_hub(hub, base, tmp_path):
     assert equal(weights(resumed.lm), weights(stopped.lm)) and resumed.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_conversion_goes_on_from_its_last_checkpoint_on_the_hub(hub, causal, tmp_path):
     def conversion(folder, strategy="checkpoint"):
         more = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": strategy, "hub_always_push": True}
@@ -232,7 +232,7 @@ def test_what_somebody_wrote_in_the_card_is_pushed(hub, base, tmp_path):
     assert hub.files(NAME)["README.md"] == b"# Mine\n"
 
 
-@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo", "convert"])
+@partly_slow("verb", ["sft", "dpo", "grpo", "convert"], 0)
 def test_adapters_are_trained_further(verb, hub, base, causal, tmp_path):
     start = causal if verb == "convert" else base
     trainer = trainer_of(verb, tmp_path / "run", str(start), adapters=True)
@@ -318,7 +318,7 @@ def test_models_are_pushed_as_those_of_transformers(hub, base, tmp_path):
         torch.testing.assert_close(found, logits(adapted), rtol=0, atol=1e-5 * merge)
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@partly_slow("inside", [False, True], 1)
 def test_models_of_transformers_are_pushed_as_diffusion_models(hub, base, tmp_path, inside):
     model = load(base).model if inside else AutoModelForCausalLM.from_pretrained(base)
     how = {"repo_id": NAME, "private": True, "commit_message": "Mine"}
@@ -390,7 +390,7 @@ def test_the_command_line_pushes_and_goes_on_with_adapters(hub, base, tmp_path):
     assert refused.exit_code == 2 and "the model has adapters" in refused.output
 
 
-@partly_slow("way", ["folder", "hub"], 0)
+@partly_slow("way", ["folder", "hub"])
 def test_the_command_line_knows_adapters_wherever_they_are(way, hub, base, causal, tmp_path):
     rows = {"sft": PAIRS, "dpo": PREFERENCES, "grpo": PAIRS}
     (tmp_path / "mine.py").write_text(

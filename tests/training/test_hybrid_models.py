@@ -48,7 +48,7 @@ def trainer(verb: str, name: str, folder: Path, **more: Any) -> DiffusionTrainer
 
 
 @every_model
-@pytest.mark.parametrize("verb", VERBS)
+@partly_slow("verb", VERBS, 0, 2, 5)
 def test_a_resumed_run_is_the_same_run(verb, name, tmp_path):
     saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     whole, resumed = (trainer(verb, name, tmp_path, **saving) for _ in range(2))
@@ -67,7 +67,7 @@ def test_experts_whose_weights_are_stored_one_by_one_are_resumed(tmp_path):
 
 
 @every_model
-@pytest.mark.parametrize("verb", VERBS)
+@partly_slow("verb", VERBS, 1, 3, 5)
 def test_checkpointing_changes_nothing(verb, name, tmp_path):
     plain, checkpointed = (
         trainer(verb, name, tmp_path, optim="sgd", activation_checkpointing=on) for on in (False, True)
@@ -109,7 +109,7 @@ def test_every_method_of_reinforcement_learning_trains_them(method, name, tmp_pa
 
 
 @every_model
-@pytest.mark.parametrize(
+@partly_slow(
     "recipe",
     [
         {"block_size": 4},
@@ -119,6 +119,8 @@ def test_every_method_of_reinforcement_learning_trains_them(method, name, tmp_pa
         {"stages": [{"block_size": 1}, {"block_size": 2}, {"block_size": 4}]},
         {"block_size": 4, "time_embedding": True, "stages": [{"train": ["attention", "mask_token"]}, {}]},
     ],
+    1,
+    3,
     ids=["block", "causal context", "distilled", "on-policy", "growing", "stages"],
 )
 def test_every_recipe_converts_them(recipe, name, tmp_path):

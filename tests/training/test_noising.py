@@ -7,6 +7,7 @@ import torch
 
 import unmask
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import TEXTS, batch, make, settings
 from unmask.convert.config import ConvertConfig
@@ -86,7 +87,7 @@ def made(verb, folder, **chosen):
 RANDOM_TOKENS = [{"noise": "uniform"}, {"noise": "hybrid"}, {"noise": "uniform", "exact_count": True}]
 
 
-@pytest.mark.parametrize("verb", ["sft", "convert"])
+@partly_slow("verb", ["sft", "convert"], 0)
 @pytest.mark.parametrize("chosen", RANDOM_TOKENS, ids=str)
 def test_a_model_is_trained_with_random_tokens_and_remembers_it(verb, chosen, tmp_path):
     trainer = made(verb, tmp_path, **chosen)

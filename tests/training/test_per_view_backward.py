@@ -81,7 +81,7 @@ def plain(
 @partly_slow(
     "name, more, attention",
     PASSES,
-    *range(0, len(PASSES), 2),
+    *range(0, len(PASSES), 4),
     ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES],
 )
 def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, attention, tmp_path):
@@ -119,7 +119,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
         moved(trainer.lm, 0.02)  # the weights of the next update are others
 
 
-@partly_slow("name, more", CASES, *range(1, len(CASES), 2), ids=[case_id(*case) for case in CASES])
+@partly_slow("name, more", CASES, *range(1, len(CASES), 4), ids=[case_id(*case) for case in CASES])
 def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path):
     """Masks, which do not depend on the split, are also the same."""
     trainer = trainer_of(tmp_path, name, **more)

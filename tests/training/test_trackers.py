@@ -23,6 +23,7 @@ from transformers.integrations.integration_utils import (
 from typer.testing import CliRunner
 
 from tests.errors import raises
+from tests.helpers import each_once, partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings
 from unmask.artifacts import MetricsLog
@@ -149,8 +150,7 @@ BOTH = pytest.mark.parametrize("verb", ["sft", "convert"])
 LOSSES = [1, 2, 3, 4, 5, 6]
 
 
-@BOTH
-@pytest.mark.parametrize("logging_dir", [None, "logs"])
+@each_once("logging_dir, verb", [None, "logs"], ["sft", "convert"])
 def test_a_resumed_run_goes_on_in_its_tensorboard_folder(verb, logging_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -317,7 +317,7 @@ def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
             SFTConfig(**settings(tmp_path) | {"report_to": wrong})
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
+@partly_slow("verb", ["pretrain", "sft", "dpo", "kto", "grpo"], 1, 4)
 def test_samples_per_second_are_rows_of_all_micro_batches_since_the_last_line(verb, tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
     monkeypatch.setattr("unmask.training.metrics.time", SimpleNamespace(perf_counter=lambda: next(now)))

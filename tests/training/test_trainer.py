@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.tiny import llama_causal, llama_lm
 from tests.training.tiny_runs import (
     PAIRS,
@@ -180,7 +180,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
 
 
-@partly_slow("verb", VERBS, 0, 3)
+@partly_slow("verb", VERBS, 1)
 def test_a_resumed_run_logs_what_was_recorded_before(verb, tmp_path):
     shape = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
     shape |= {"num_iterations": 2, "reward": chatty} if verb == "grpo" else {}
@@ -542,7 +542,7 @@ def test_a_text_function_or_a_judge_that_is_no_function_is_refused(tmp_path):
         DPOTrainer(llama_lm(), args=DPOConfig(**settings(tmp_path)), train_dataset=PREFERENCES, judge=5)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@partly_slow("verb", VERBS, 1, 3)
 def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path):
     lm = llama_lm("causal" if verb == "pretrain" else "bidirectional")
     before = weights(lm)
@@ -583,8 +583,7 @@ def test_a_resumed_run_of_adapters_is_the_same_run(tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("lora", [False, True])
+@each_once("lora, reentrant", [False, True], [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(lora, reentrant, tmp_path):
     def run(**more: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

@@ -134,6 +134,7 @@ def test_the_names_of_its_switches_lead_to_ours(corpus):
         )
 
 
+@pytest.mark.slow
 def test_what_it_planned_for_later(corpus):
     """Checkpointing, attention in flash kernels, sharding; and what fits the machine."""
     steps = "training.max_steps=2"

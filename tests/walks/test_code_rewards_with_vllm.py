@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from transformers import training_args
 
 from tests.generation.remote.stub_servers import FakeVLLM, serving
-from tests.helpers import REPOSITORY, require_ocaml
+from tests.helpers import REPOSITORY, partly_slow, require_ocaml
 from tests.tiny import PLAIN_TEMPLATE
 from tests.training.tiny_runs import unmask
 from unmask.config.yaml import parse_yaml
@@ -219,7 +219,7 @@ def test_the_commands_of_the_docs_make_48_completions_a_step(tmp_path):
     assert rank >= parse_yaml(result.stdout, "stdout")["lora"]["r"]
 
 
-@pytest.mark.parametrize("sync", ["disk", "lora"])
+@partly_slow("sync", ["disk", "lora"], 1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_training_takes_completions_from_the_server_and_judges_them_by_the_compiler(
     sync, folder, served, tmp_path, monkeypatch

@@ -139,6 +139,7 @@ def test_the_model_is_analysed_and_the_setup_validated(project):
     assert small.exit_code == 2 and "but only 0.001 may be used" in small.stderr
 
 
+@pytest.mark.slow
 def test_three_stages_train_log_and_go_on_from_a_checkpoint(project):
     walk("convert", *project, "--output", "out")
     lines = MetricsLog(Path("out/training_logs.json")).read()

@@ -14,7 +14,7 @@ import torch
 
 import unmask as package
 from tests.errors import raises
-from tests.helpers import REPOSITORY, run_all
+from tests.helpers import REPOSITORY, partly_slow, run_all
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, unmask
 from unmask.config.yaml import parse_yaml
@@ -193,13 +193,14 @@ def test_every_data_set_has_a_recipe_and_a_ready_config(task):
 # Modes and masking strategies.
 
 
-@pytest.mark.parametrize(
-    ("mode", "masking", "settings"),
+@partly_slow(
+    "mode, masking, settings",
     [
         ("speed", "optimized", []),
         ("memory", "diffusion", ["training.samples=2"]),
         ("balanced", "adaptive", ["training.adaptive_loss=true"]),
     ],
+    2,
 )
 def test_each_mode_trains_with_each_masking_strategy(mode, masking, settings, model):
     words = [

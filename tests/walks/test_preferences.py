@@ -101,6 +101,7 @@ def test_a_dry_run_tells_what_the_card_would_hold(project, stories):
     assert small.exit_code == 2 and "a step of 1 rows needs" in small.stderr
 
 
+@pytest.mark.slow
 def test_training_logs_evaluates_and_saves(project, stories):
     migrated()
     board = ["training.report_to=tensorboard", "training.logging_dir=out/logs", "training.logging_steps=1"]
@@ -170,6 +171,7 @@ def test_what_goes_wrong_is_told_in_one_line(project, stories):
         assert not Path("out/model").exists()
 
 
+@pytest.mark.slow
 def test_the_recipe_for_a_card_of_16_gb_takes_overrides(project, stories):
     row = ["--data", "data/preference_data/reasoning_prefs.jsonl", "--output", "adapters"]
     here = [

@@ -98,6 +98,7 @@ def outside():
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.slow
 def test_a_result_of_lm_evals_tasks_runs_itself_again(folder):
     path = folder / "result.json"
     done = run(

@@ -113,6 +113,7 @@ def check_equals_hf(folder, rows):
         )
 
 
+@pytest.mark.slow
 def test_a_causal_model_scores_as_lm_evals_own(tmp_path):
     check_equals_hf(tmp_path, 3)
 
@@ -267,7 +268,7 @@ def test_a_canvas_must_leave_room():
         generated(HarnessLM(toy_lm()), ["ab"], max_gen_toks=32)
 
 
-@pytest.mark.parametrize("kind", ["bidirectional", "whole canvases"])
+@partly_slow("kind", ["bidirectional", "whole canvases"], 0)
 def test_canvases_of_random_tokens(kind, tmp_path):
     """A bound, texts whose whole canvases fit, and no temperature that their steps do not have."""
     lm = loaded(tmp_path) if kind == "whole canvases" else float64_lm(attention="bidirectional")
@@ -683,7 +684,7 @@ def by_transformers(lm, context: str, continuation: str) -> float:
     return sum(float(log_probs[place - 1, whole[place]]) for place in range(start, len(whole)))
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_TOKENIZERS)
+@partly_slow("kind", KINDS_OF_TOKENIZERS, 1)
 @examples(60)
 @given(context=WORDS, continuation=WORDS)
 @example(context="the ca", continuation="t sat")

@@ -254,6 +254,7 @@ def test_secrets_are_masked(render):
     assert "hunter" not in html and "********" in html
 
 
+@pytest.mark.slow
 def test_the_page_is_accessible(render):
     _, page = render(example())
     assert page.all("html") == [{"lang": "en"}] and len(page.all("h1")) == 1
@@ -277,6 +278,7 @@ def test_the_page_is_accessible(render):
     assert {str(attrs["href"])[1:] for attrs in page.all("a")} <= set(names)
 
 
+@pytest.mark.slow
 def test_a_run_has_one_color_in_all_sections(render):
     html, _ = render(example())
     for number, name in enumerate(["convert-block", "convert-full", "grpo-spg", "grpo-trajectory"]):

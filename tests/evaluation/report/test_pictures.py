@@ -134,6 +134,7 @@ def test_pictures_are_written_and_hold_more_than_one_color(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_each_time(tmp_path):
     first, second = (write_pictures(report(), tmp_path / name)[1].read_bytes() for name in ("a", "b"))
     assert first == second

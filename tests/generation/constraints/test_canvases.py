@@ -18,7 +18,7 @@ from tests.diffusion_gemma import loaded
 from tests.errors import raises
 from tests.generation.constraints.test_sampling import regexes
 from tests.generation.test_canvas import PATTERNS, canvas_lm
-from tests.helpers import chi_square_is_likely
+from tests.helpers import chi_square_is_likely, each_once, partly_slow
 from tests.tiny import build_lm
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
@@ -76,7 +76,7 @@ forms = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["bidirectional", "blocks", "DiffusionGemma"])
+@partly_slow("kind", ["bidirectional", "blocks", "DiffusionGemma"], 0, 2)
 def test_random_settings_give_no_invalid_text(kind, count, gemma):
     lm, done = gemma if kind == "DiffusionGemma" else canvas_lm(kind), 0
 
@@ -122,7 +122,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("constraint, is_valid", FORMS, ids=[next(iter(form)) for form, _ in FORMS])
+@partly_slow("constraint, is_valid", FORMS, 1, 3, ids=[next(iter(form)) for form, _ in FORMS])
 def test_every_kind_of_constraint_is_met(constraint, is_valid, json_models):
     for lm in json_models:
         for seed in range(3):
@@ -145,9 +145,12 @@ def accepted(lm, pattern, width, *, stops=False):
     return found
 
 
-@pytest.mark.parametrize("stops", [True, False])
-@pytest.mark.parametrize("kind, width", [("bidirectional", 4), ("blocks", 5), ("blocks with a shift", 5)])
-@pytest.mark.parametrize("pattern", ["(a|bc|[d-f]a?)+", "[^a]*a[^a]*", "ab|cd"])
+@each_once(
+    "pattern, kind, width, stops",
+    ["(a|bc|[d-f]a?)+", "[^a]*a[^a]*", "ab|cd"],
+    [("bidirectional", 4), ("blocks", 5), ("blocks with a shift", 5)],
+    [True, False],
+)
 def test_a_step_proposes_what_enumeration_gives(pattern, kind, width, stops):
     """The most probable text that is accepted, entropies given that it is, and a text that is accepted."""
     lm, steps = canvas_lm(kind), list[tuple]()
@@ -184,6 +187,7 @@ def test_a_step_proposes_what_enumeration_gives(pattern, kind, width, stops):
             assert trace.log_probs[at] == pytest.approx(log_prob_N.tolist())
 
 
+@pytest.mark.slow
 def test_texts_are_drawn_from_the_distribution_given_the_constraint():
     lm, count = canvas_lm(), 1500
     [request] = make_requests(lm, ["abc"], config_of(max_new_tokens=3, constraint={"regex": "(a|bc)+"}))
@@ -219,7 +223,7 @@ def test_positions_that_decide_one_another_have_equal_entropies(kind, gemma):
     assert len({entropies[0] for entropies in blocks}) > 5
 
 
-@pytest.mark.parametrize("kind", PATTERNS)
+@partly_slow("kind", PATTERNS, 0, 3)
 def test_a_constraint_that_allows_everything_changes_no_token(kind):
     """Of a model that gives other special tokens than EOS no probability."""
     lm = canvas_lm(kind).frozen_copy()

@@ -61,7 +61,7 @@ def parses(parser: lark.Lark, text: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # Python's, of brackets in classes
-@partly_slow("name", GRAMMARS, *range(0, len(GRAMMARS), 2))
+@partly_slow("name", GRAMMARS, *range(0, len(GRAMMARS), 4))
 def test_the_language_is_that_of_lark(name):
     """All texts that are too short to be nested deeper."""
     grammar, alphabet, longest = GRAMMARS[name]

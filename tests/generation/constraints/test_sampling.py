@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.generation.cases import configs, every_pattern
-from tests.helpers import examples, partly_slow
+from tests.helpers import each_once, examples, partly_slow
 from tests.models.configurations import tiny_lm
 from tests.tiny import FLOAT64_ALPHABET, float64_lm, lm_of_tokenizer
 from tests.tokenizers import tokenizer as every_kind
@@ -311,7 +311,7 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(rema
     assert min(step for trace in traced.trace for step in trace.steps) >= 0
 
 
-@partly_slow("dtype", [torch.float64, torch.float32, torch.bfloat16], 1, 2)
+@partly_slow("dtype", [torch.float64, torch.float32, torch.bfloat16], 1)
 @pytest.mark.parametrize("remasking", ["low_confidence", "entropy", "margin"])
 @partly_slow("generate", [naive.generate, sampler.generate], 1)
 def test_positions_that_have_one_token_left_are_equally_certain(dtype, remasking, generate):
@@ -379,8 +379,7 @@ def test_sequences_of_different_constraints_share_a_batch():
     )
 
 
-@pytest.mark.parametrize("pattern", [" there.*", "[a-z ]*", "[a-z][a-z ]*", "  a.*"])
-@pytest.mark.parametrize("kind", ["bytes", "llama"])
+@each_once("kind, pattern", ["bytes", "llama"], [" there.*", "[a-z ]*", "[a-z][a-z ]*", "  a.*"])
 def test_a_space_counts_wherever_a_text_has_one(kind, pattern):
     """After text, where no decoder drops it, and at the beginning, where some do."""
     tokenizer = every_kind(kind)

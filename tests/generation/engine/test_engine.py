@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.generation.cases import PATTERNS, Watch, configs, every_pattern, in_company, prompt_lists
-from tests.helpers import examples, partly_slow
+from tests.helpers import each_once, examples, partly_slow
 from tests.models.configurations import tiny_lm
 from tests.tiny import add_to_logits, float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -57,8 +57,7 @@ def check_concurrent(lm: DiffusionLM, shortest: int, data: st.DataObject) -> Non
     assert engine.slots.count == 0 and not engine.running and not engine.waiting
 
 
-@every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, attention, block_size", [False, True], PATTERNS)
 @examples(4)
 @given(data=st.data())
 def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
@@ -157,8 +156,7 @@ def test_reused_prompt_tokens_are_counted(attention, block_size):
     assert engine.prompt_reuse == engine.prompt_tokens_shared / engine.prompt_tokens
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+@each_once("attention, block_size, logit_shift", PATTERNS[:4], [False, True])
 @examples(3)
 @given(data=st.data())
 def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
@@ -215,8 +213,7 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
     in_company(lm, [([4, 5, 6, 7, 8, 9, 4, 5, 6], config, 0) for config in configs], 64)
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
+@each_once("attention, block_size, logit_shift", PATTERNS[2:4], [False, True])
 @examples(8)
 @given(data=st.data())
 def test_drafts_change_no_token(logit_shift, attention, block_size, data):

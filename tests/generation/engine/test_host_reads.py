@@ -8,6 +8,7 @@ import torch
 
 from tests.dispatch_counts import Counts
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import build_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
@@ -56,7 +57,7 @@ def test_a_step_reads_nothing_and_has_few_operations(attention, block_size, temp
     assert counts.reads == 0 and counts.operations / passes <= most
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@partly_slow("settings", SETTINGS, 0, 4)
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 8)])
 def test_fixed_schedules_need_no_reads(attention, block_size, settings):
     lm, config = lm_of(attention, block_size), SamplerConfig(max_new_tokens=16, stop_at_eos=False, **settings)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.errors import raises
 from tests.generation.cases import PROMPTS, Watch, prompt_lists
-from tests.helpers import examples, partly_slow
+from tests.helpers import each_once, examples, partly_slow
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
@@ -56,8 +56,7 @@ def assert_equal(trace, expected) -> None:
             assert one == other
 
 
-@pytest.mark.parametrize("family", ["phi", "gpt2"])
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, family", [False, True], ["phi", "gpt2"])
 @examples(4)
 @given(data=st.data())
 def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):

@@ -21,7 +21,7 @@ from peft import IA3Config, LoraConfig
 
 import unmask
 from tests.errors import raises
-from tests.generation.cases import every_pattern
+from tests.generation.cases import PATTERNS
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -32,7 +32,7 @@ from tests.generation.remote.stub_servers import (
     serving,
     write_model,
 )
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, each_once
 from tests.serving.servers import copied, served, serving_rollouts
 from tests.tiny import adapted, float64_lm
 from unmask.config.rollout import RolloutConfig
@@ -84,8 +84,7 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
     return RolloutConfig(backend="vllm", url=url, patience=2.0, **values)
 
 
-@pytest.mark.parametrize("noise", ["masked", "uniform"])
-@every_pattern
+@each_once("attention, block_size, noise", PATTERNS, ["masked", "uniform"])
 def test_every_pattern_is_sampled_by_a_server_as_in_process(
     attention: str, block_size: int | None, noise: NoiseName, tmp_path: Path
 ) -> None:

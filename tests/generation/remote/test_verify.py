@@ -47,7 +47,7 @@ def pair():
 
 
 @partly_slow("candidates", [1, 3], 1)
-@partly_slow("more", [{}, {"forbidden_tokens": [5, 6]}, {"temperature": 1.0, "top_p": 0.9}], 1, 2, ids=str)
+@partly_slow("more", [{}, {"forbidden_tokens": [5, 6]}, {"temperature": 1.0, "top_p": 0.9}], 2, ids=str)
 def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
     lm, verifier = pair()
     config, server = SamplerConfig(**MODE, num_branches=candidates, **more), Served(verifier)

@@ -28,7 +28,7 @@ from tests.generation.remote.stub_servers import (
     serving,
     write_model,
 )
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from unmask.config.layers import read_recipe, recipe_names
 from unmask.config.sampler import SamplerConfig
 from unmask.data.characters import character_tokenizer
@@ -209,7 +209,7 @@ def test_an_endless_answer_is_an_error_after_the_timeout():
         assert isinstance(dripping.exception(timeout=10), OSError | None)
 
 
-@pytest.mark.parametrize("status", [302, 400, 429, 500])
+@partly_slow("status", [302, 400, 429, 500], 0, 1, 3)
 def test_completions_before_a_refusal_are_kept(status):
     with serving(lambda path, body: echo(path, body) if body["prompt"] != [6] else (status, {})) as url:
         lm = RemoteLM(url, TOKENIZER, patience=0.6)

@@ -10,7 +10,7 @@ import torch
 
 from tests import enumeration
 from tests.errors import raises
-from tests.helpers import partly_slow
+from tests.helpers import each_once, partly_slow
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, random_ids, tiny_lm
 from tests.tiny import float64_causal, toy_lm
 from unmask import log_likelihood
@@ -114,8 +114,7 @@ def test_the_noised_layout_is_inference_block_by_block(name):
         torch.testing.assert_close(logits, expected[hidden], **CLOSE)
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "5KB"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@each_once("name, max_shard_size", ["gpt2", "llama"], ["5GB", "5KB"])
 def test_it_is_saved_and_loaded_bit_for_bit(name, max_shard_size, tmp_path):
     lm = awake(
         tiny_lm(name, "block_causal", 3, dtype=torch.float32, time_embedding=True, causal_context=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.helpers import last_tokens
+from tests.helpers import each_once, last_tokens
 from tests.models.configurations import LAYERS, random_ids, tiny_lm
 from unmask.models.attention import PATTERNS, Layout, make_mask, unmask_attention
 from unmask.models.kernels import cpu_tiles
@@ -95,8 +95,7 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
     assert computed == (2 * queries * keys if whole else 2 // rows * needed)
 
 
-@pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize("packed", [False, True])
+@each_once("packed, width", [False, True], [8, 64])
 def test_the_tiles_in_use(width, packed):
     documents = (
         (1 + torch.arange(350)[None] // torch.tensor([[90], [170]]))

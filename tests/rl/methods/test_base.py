@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.generation.cases import every_pattern
-from tests.helpers import REPOSITORY
+from tests.generation.cases import PATTERNS, every_pattern
+from tests.helpers import REPOSITORY, each_once
 from tests.rl.methods.rollouts import (
     LENGTH,
     PROMPTS,
@@ -82,8 +82,7 @@ def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention,
     assert needed_BMT.any() == (attention == "bidirectional")
 
 
-@every_method
-@every_pattern
+@each_once("attention, block_size, name", PATTERNS, METHODS)
 def test_the_views_of_a_completion_are_its_own(name, attention, block_size):
     """Whatever else is in the batch, and wherever in it the completion stands: so also on any number of
     devices."""
@@ -107,9 +106,8 @@ def test_only_replays_of_the_sampler_are_the_same_for_any_seed_key_and_iteration
     assert len(plans) == (1 if name in REPLAYS and name != "agrpo" else 4)
 
 
-@every_method
-@pytest.mark.parametrize(
-    ("attention", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)]
+@each_once(
+    "attention, block_size, name", [("bidirectional", None), ("block_causal", 3), ("causal", None)], METHODS
 )
 def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block_size):
     lm, rollout = usual(attention, block_size)
@@ -133,8 +131,7 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
     torch.testing.assert_close(*losses, rtol=0, atol=1e-8)
 
 
-@every_method
-@pytest.mark.parametrize("end", ["mask", "noise", "train"])
+@each_once("end, name", ["mask", "noise", "train"], METHODS)
 def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     lm, rollout = usual("bidirectional", stop_at_eos=False)
     tail_BT, rollout = rollout.beyond_BT, rollout.whole() if end == "train" else rollout

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFa
 
 from benchmarks.policy_gradient import difference
 from tests.errors import raises
+from tests.helpers import each_once, partly_slow
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, plan
 from tests.tiny import float64_lm
 from unmask.config.sampler import SamplerConfig
@@ -62,8 +63,7 @@ def canvases(trace: Trace) -> list[list[CanvasStep]]:
 # Views.
 
 
-@every_canvas
-@pytest.mark.parametrize("chunk", [None, 2])
+@each_once("chunk, kind", [None, 2], PATTERNS)
 def test_replayed_log_probs_are_those_that_the_sampler_recorded(kind, chunk):
     lm, generation, rollout = sampled(kind)
     views = plan("cj-grpo", rollout.whole())
@@ -87,7 +87,7 @@ def test_replayed_log_probs_are_those_that_the_sampler_recorded(kind, chunk):
     assert len(lengths) > (kind != "bidirectional")
 
 
-@every_canvas
+@partly_slow("kind", PATTERNS, 0, 2)
 @pytest.mark.parametrize(
     ("name", "more"),
     [("step-merge", {"segments": n}) for n in (1, 2, 3, 9)]
@@ -147,9 +147,8 @@ def test_sampled_steps_are_those_of_the_replay_with_the_weight_of_all():
         assert torch.equal(some.weight_BMT[row], count / count.clamp(1, 2) * every.weight_BMT[row, steps])
 
 
-@every_canvas
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("end", ["mask", "noise", "train"])
+@partly_slow("kind", PATTERNS, 0, 2)
+@each_once("end, name", ["mask", "noise", "train"], BOUNDS)
 def test_bounds_have_targets_in_the_completion_and_see_nothing_after_it(kind, name, end):
     lm, _, rollout = sampled(kind)
     rollout = rollout.whole() if end == "train" else rollout
@@ -332,6 +331,7 @@ def method_gradient(method: Method, listed: Listed, rollout: Rollout, weight_B: 
 EXACT = {"agrpo": {"samples": 99}, "cj-grpo": {}, "trace-rl": {"beta": 0.0}, "step-merge": {"segments": 99}}
 
 
+@pytest.mark.slow
 def test_with_random_acceptance_and_drawn_results_the_mean_gradient_is_exact():
     listed = Listed(toy(0), 0)
     reward = listed.mean_reward(SETS, drawn=True)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.errors import raises
-from tests.generation.cases import every_pattern
+from tests.generation.cases import PATTERNS, every_pattern
+from tests.helpers import each_once, partly_slow
 from tests.rl.methods.rollouts import keys, made_up, rollout_of, stopping
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, equal, settings, weights
@@ -96,11 +97,11 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
     assert len(others) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
+@each_once(
+    "attention, block_size, name, method",
+    PATTERNS,
     [("diffusion", "bgpo"), ("block", "spg"), ("coupled", "coupled-grpo"), ("optimized", "espo")],
 )
-@every_pattern
 def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, method, attention, block_size):
     rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
     draw = MaskRNG(3, keys(rollout), 1)  # below the number of patterns
@@ -175,8 +176,11 @@ def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkey
     )
 
 
-@every_pattern
-@pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).estimator == "token"])
+@each_once(
+    "method, attention, block_size",
+    [name for name in REPLACEABLE if get_method(name).estimator == "token"],
+    PATTERNS,
+)
 def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(
     method, attention, block_size
 ):
@@ -300,7 +304,7 @@ def test_settings_without_a_meaning_are_refused(given, where):
         config(**given)
 
 
-@every_strategy
+@partly_slow("name", STRATEGIES, 3)
 def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name):
     rollout = sampled()
     for method in REPLACEABLE:

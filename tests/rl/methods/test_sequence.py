@@ -14,6 +14,7 @@ import torch
 
 from tests.enumeration import PROMPT, bound_of, estimates, listed_counts, tables_of
 from tests.errors import raises
+from tests.helpers import each_once
 from tests.rl.methods.rollouts import (
     LENGTH,
     assert_loss,
@@ -320,8 +321,7 @@ def test_k3_of_espos_whole_bounds_is_bounded(by):
     assert abs(closer[0]) <= abs(held[0]) and (by > 0 or closer[0] < 1e-3 * held[0])
 
 
-@pytest.mark.parametrize("by", [-30.0, 30.0])
-@pytest.mark.parametrize("name", ["diffu-grpo", "uni-grpo", "cj-grpo"])
+@each_once("name, by", ["diffu-grpo", "uni-grpo", "cj-grpo"], [-30.0, 30.0])
 def test_a_product_over_all_tokens_is_bounded_in_every_method(name, by):
     assert (
         config(name, importance_sampling_level="product").log_ratio_clamp == 20.0

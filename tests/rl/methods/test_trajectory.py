@@ -19,8 +19,8 @@ from scipy import stats
 import unmask
 from benchmarks import policy_gradient
 from tests.errors import raises
-from tests.generation.cases import every_pattern
-from tests.helpers import examples
+from tests.generation.cases import PATTERNS, every_pattern
+from tests.helpers import each_once, examples, partly_slow
 from tests.rl.methods.rollouts import (
     LENGTH,
     PROMPTS,
@@ -94,8 +94,7 @@ def sets(views, row):
     ]
 
 
-@every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
+@each_once("logit_shift, attention, block_size", [False, True], PATTERNS)
 @examples(5)
 @given(
     remasking=st.sampled_from(["low_confidence", "margin", "entropy", "random", "left_to_right"]),
@@ -159,8 +158,7 @@ def test_steps_are_merged_in_stretches(name, more, attention, block_size):
         assert sets(views, row) == replayed(rollout, row, {at: place[step] for at, step in order.items()})
 
 
-@every_pattern
-@pytest.mark.parametrize("segments", [2, 3, 5])
+@each_once("segments, attention, block_size", [2, 3, 5], PATTERNS)
 def test_a_short_completion_beside_a_long_one_is_divided_as_it_is_alone(attention, block_size, segments):
     _, rollout = usual(attention, block_size)
     views = plan("step-merge", rollout, segments=segments)
@@ -205,9 +203,7 @@ def test_a_segment_for_every_step_is_cj_grpo_and_trace_rl_with_a_step_in_a_view(
 # JustGRPO.
 
 
-@every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("stop_at_eos", [False, True])
+@each_once("stop_at_eos, logit_shift, attention, block_size", [False, True], [False, True], PATTERNS)
 def test_just_grpo_replays_what_was_decoded_from_left_to_right(
     attention, block_size, logit_shift, stop_at_eos
 ):
@@ -352,8 +348,8 @@ def error(method, lm, paths, reward_B, exact):
     return policy_gradient.difference(exact, policy_gradient.expected_gradient(lm, method, paths, reward_B))
 
 
-@pytest.mark.parametrize(
-    ("kind", "remasking", "more"),
+@partly_slow(
+    "kind, remasking, more",
     [
         ("bidirectional", "low_confidence", {"tokens_per_step": 2}),
         ("bidirectional", "entropy", {}),
@@ -361,6 +357,8 @@ def error(method, lm, paths, reward_B, exact):
         ("blocks of two", "low_confidence", {}),
         ("token by token", "left_to_right", {}),
     ],
+    0,
+    3,
 )
 def test_the_listed_paths_are_those_of_the_sampler(kind, remasking, more):
     lm, paths, *_ = listed(kind, remasking=remasking, **more)
@@ -399,9 +397,7 @@ def test_the_exact_gradient_is_the_slope_of_the_expected_reward(remasking):
     assert (means[0] - means[1]) / (2 * size) == pytest.approx((exact @ direction).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("remasking", ["random", "left_to_right", "margin", "entropy"])
+@each_once("remasking, steps, kind", ["random", "left_to_right", "margin", "entropy"], STEPS, KINDS)
 def test_the_gradient_is_exact_where_the_order_does_not_depend_on_the_drawn_tokens(kind, steps, remasking):
     assert error(get_method("exact-gradient")(), *listed(kind, remasking=remasking, **STEPS[steps])) < 1e-9
 

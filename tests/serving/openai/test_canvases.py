@@ -12,6 +12,7 @@ import pytest
 
 import unmask
 from tests.diffusion_gemma import save_published
+from tests.helpers import each_once, partly_slow
 from tests.serving.openai.forms import QUESTION, WEATHER, check_json, check_tool_call
 from tests.serving.openai.test_frames import replayed
 from tests.serving.servers import served
@@ -67,7 +68,7 @@ def extra(**fields: Any) -> dict[str, Any]:
     return {"extra_body": {"diffusion": fields}}
 
 
-@every_kind
+@partly_slow("kind", KINDS, 0, 2)
 def test_a_chat_is_that_of_generate(kind, ask):
     """`max_tokens` is what is returned, though canvases are whole."""
     client, lm = ask(kind)
@@ -100,7 +101,7 @@ def test_a_chat_is_that_of_generate(kind, ask):
     assert again.choices[0].message.content == expected.texts[0]
 
 
-@every_kind
+@partly_slow("kind", KINDS, 0, 2)
 def test_temperature_multiplies_those_of_all_steps(kind, ask):
     client, lm = ask(kind)
 
@@ -172,7 +173,7 @@ def test_what_needs_masks_is_refused_by_name(asked, param, meant, ask):
     assert error.value.param == param
 
 
-@every_kind
+@partly_slow("kind", KINDS, 0, 2)
 def test_a_stream_has_only_final_text(kind, ask):
     client, _ = ask(kind)
     for seed in range(3):
@@ -230,7 +231,7 @@ def test_frames_in_company_replay_to_the_answers(kind, ask):
     assert kind == "bidirectional" or len(steps) > 1
 
 
-@every_kind
+@partly_slow("kind", KINDS, 0, 2)
 def test_a_stop_string_ends_an_answer_where_it_is_final(kind, ask):
     client, _ = ask(kind)
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 3 * CANVAS, "seed": 2, **extra(**SETTINGS)}
@@ -362,13 +363,12 @@ def test_a_prompt_is_scored_that_leaves_no_room_for_a_canvas(ask):
         assert error.value.param == "prompt" and "prompt 1" in str(error.value)
 
 
-@every_kind
+@partly_slow("kind", KINDS, 0, 2)
 def test_json_that_fits_a_schema(kind, ask):
     check_json(ask(kind)[0], **extra(**SETTINGS))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@every_kind
+@each_once("kind, stream", KINDS, [False, True])
 def test_a_tool_is_called(kind, stream, ask):
     check_tool_call(ask(kind)[0], "required", stream=stream, **extra(**SETTINGS))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import unmask
+from tests.helpers import each_once
 from tests.serving.openai.asking import answer, ask, stream
 from tests.tiny import cached_chat_lm
 from unmask.config.sampler import SamplerConfig
@@ -52,8 +53,7 @@ def replayed(chunks: list[Any], index: int = 0) -> tuple[list[str | None], str, 
     return canvas, text, last, frames
 
 
-@pytest.mark.parametrize("attention, block_size", PATTERNS)
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@each_once("path, attention, block_size", ["chat/completions", "completions"], PATTERNS)
 def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path, service):
     lm = cached_chat_lm(attention, block_size, eos_bias=2.0)
     prompt = "abc" if path == "completions" else [{"role": "user", "content": "abc"}]

@@ -263,6 +263,7 @@ def put(body: Any, path: tuple, value: Any) -> Any:
     return body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size, count",
     [

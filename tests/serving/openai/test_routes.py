@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import unmask
-from tests.helpers import shared_path
+from tests.helpers import partly_slow, shared_path
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
 from tests.tiny import byte_lm, cached_chat_lm, chat_lm
@@ -73,7 +73,7 @@ def of_bytes():
         yield scheduler, byte_lm()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@partly_slow("seed", range(6), 0, 1)
 def test_streams_of_tokens_that_are_pieces_of_words_and_of_characters(seed, of_bytes):
     scheduler, lm = of_bytes
     asked = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import unmask
-from tests.helpers import shared_path
+from tests.helpers import each_once, partly_slow, shared_path
 from tests.serving.openai.asking import answer, stream
 from tests.serving.openai.test_frames import replayed
 from tests.serving.servers import running
@@ -102,8 +102,7 @@ def written(token: str, special: list[str]) -> bytes:
     return b"" if token in special else token.encode()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@each_once("route, kind", ["completions", "chat/completions"], KINDS)
 def test_joined_frames_and_streams_are_the_text(kind, route, serving):
     asked = (
         {"prompt": "Once upon"}
@@ -160,7 +159,7 @@ def test_stop_strings_and_echo_with_the_space_of_a_sentencepiece_tokenizer(stori
         )
 
 
-@pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
+@partly_slow("kind", ["bytes", "llama", "mistral"], 1)
 def test_streams_of_bytes_that_are_no_characters(kind):
     with running(lm_of_tokenizer(copy.deepcopy(tokenizer(kind)))) as scheduler:
         for seed in range(4):

@@ -15,6 +15,7 @@ import httpx2 as httpx
 import pytest
 
 import unmask
+from tests.helpers import partly_slow
 from tests.serving.openai.asking import chunks_of
 from tests.serving.servers import connect, http_get, http_post, read_all, served
 from tests.serving.workers.local import LocalPool, serving_locally
@@ -197,7 +198,7 @@ def test_a_request_goes_to_the_worker_that_has_fewest(stalled: threading.Semapho
         until(lambda: local.pool.in_flight == 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@partly_slow("stream", [False, True], 1)
 def test_a_client_that_leaves_frees_its_slots(stream: bool, stalled: threading.Semaphore) -> None:
     body = json.dumps({**FIELDS, "prompt": "a", "stream": stream, "n": 2}).encode()
     with serving_locally([chat_lm()], batch_size=2) as local:

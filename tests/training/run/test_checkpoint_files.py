@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.errors import raises
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import Before, equal, make, weights
 from unmask.errors import TrainingError
@@ -81,8 +82,12 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
         checked_checkpoint(tmp_path, str(checkpoint), in_shards=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"]
+@partly_slow(
+    "name",
+    ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"],
+    0,
+    1,
+    3,
 )
 def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     straight = make("sft", tmp_path, **SAVING)
@@ -98,9 +103,11 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-@pytest.mark.parametrize(
-    ("size", "place"),
+@partly_slow(
+    "size, place",
     [(100, "."), (2_000, "checkpoint-4"), (60_000, "checkpoint-4"), (100_000, "checkpoint-4")],
+    1,
+    3,
 )
 def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(
     size, place, tmp_path, largest_file

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from tests.diffusion_gemma import loaded
+from tests.helpers import partly_slow
 from tests.tiny import llama_lm
 from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, weights
 from unmask.artifacts import MetricsLog
@@ -769,7 +770,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("name", OF_EACH_KIND)
+@partly_slow("name", OF_EACH_KIND, *range(0, len(OF_EACH_KIND), 2))
 def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check("sft", name, runs, tmp_path / "run")
