@@ -77,6 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(folder / name)
     rows = {
         "text": [{"text": "once upon a time there was"}] * 64,
+        "prompts": [{"prompt": "a b"}] * 64,
         "pairs": [{"prompt": "a b", "completion": "c d"}] * 8,
         "preferences": [{"prompt": "a b", "chosen": "c d", "rejected": "d"}] * 64,
         "gsm8k": [{"question": "1 + 1?", "answer": "#### 2"}] * 8,
@@ -125,7 +126,8 @@ def for_verb(verb: str, recipes: list[str]) -> tuple[str, str | None, dict[str, 
             ("causal", data[name], {}) if name.endswith("causal") else ("bidirectional", data.get(name), {})
         )
     if verb in ("pretrain", "convert"):
-        return "causal", "text", {"training.max_steps": 64}
+        data = "prompts" if "on-policy" in recipes else "text"
+        return "causal", data, {"training.max_steps": 64}
     return "bidirectional", {"sft": "pairs", "dpo": "preferences"}[verb], {}
 
 
